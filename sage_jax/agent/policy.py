@@ -21,7 +21,8 @@ class Conversation:
     messages: list[dict] = dataclasses.field(default_factory=list)  # {"role": system|user|assistant, "content": str}
     tokens: TokenRecord | None = None
     rendered: int = 0
-    facts: dict = dataclasses.field(default_factory=dict)  # task id, position, skills: for scripted policies and logs
+    facts: dict = dataclasses.field(default_factory=dict)  # what a scripted policy needs
+    labels: dict = dataclasses.field(default_factory=dict)  # what a policy says of the episode, kept in its record
 
     def add(self, role: str, content: str) -> None:
         self.messages.append({"role": role, "content": content})

@@ -96,6 +96,7 @@ class Episode:
     tokens: TokenRecord | None  # None for policies without ids
     error: str = ""
     seconds: float = 0.0
+    labels: dict = dataclasses.field(default_factory=dict)  # what the policy said of the episode, e.g. a script's mode
 
     @property
     def completed(self) -> bool:

@@ -1,0 +1,129 @@
+"""A policy that plays reference solutions turn by turn, through the very same episode code as a model.
+
+Used to collect verified demonstrations, to test the agent without a model, and as an upper bound in evaluations. It
+reads its reference from the conversation's facts, decides from the prompt alone what is in the library, and has no ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from sage_jax.agent.code_blocks import first_block
+from sage_jax.agent.policy import Conversation, Key, Response, Usage
+from sage_jax.errors import ConfigError
+
+MODES = ("inline", "function", "lookup_inline", "lookup_function", "repair_inline", "repair_function")
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """What a reference offers; built from a task's references outside this room.
+
+    kind: "question" (the call's value is the answer) or "change". inline leaves the answer in `answer`.
+    """
+
+    function: str
+    function_name: str
+    call: str
+    inline: str
+    lookup: str | None
+    kind: str
+
+
+class ScriptedPolicy:
+    """Plays one of MODES per episode.
+
+    Args:
+      weights: mode -> relative frequency at a task without a usable skill. With one in the library the policy calls it
+        with probability `reuse` and falls back to a mode without a function otherwise.
+      reuse: in [0, 1].
+      seed: of the choices; each depends on (seed, the key's path), never on order.
+    """
+
+    has_ids = False
+
+    def __init__(self, weights: Mapping[str, float], *, reuse: float, seed: int):
+        unknown = set(weights) - set(MODES)
+        if unknown:
+            raise ConfigError(f"unknown demonstration mode {sorted(unknown)}; valid: {', '.join(MODES)}")
+        if not sum(weights.values()) > 0 or min(weights.values()) < 0:
+            raise ConfigError(f"demonstration weights must not be negative and not all zero, got {dict(weights)}")
+        self._modes = list(weights)
+        total = sum(weights.values())
+        self._p = np.array([weights[m] / total for m in self._modes])
+        self._reuse, self._seed = reuse, seed
+        self._plans: dict[str, list[str]] = {}
+
+    async def respond(self, conversation: Conversation, key: Key) -> Response:
+        plan = self._plans.get(conversation.uid)
+        if plan is None:
+            plan = self._plans[conversation.uid] = self._plan(conversation, key)
+        text = plan.pop(0) if plan else _block("apis.supervisor.complete_task(status='fail')")
+        conversation.add("assistant", text)
+        return Response(text=text, finish="block", usage=Usage(generated=len(text.split())))
+
+    def release(self, conversation: Conversation) -> None:
+        self._plans.pop(conversation.uid, None)
+
+    def _plan(self, conversation: Conversation, key: Key) -> list[str]:
+        script: Script = conversation.facts["script"]
+        name = "/".join(map(str, (self._seed, key.seed, *key.path[:-1])))
+        rng = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
+        prompt = conversation.messages[-1]["content"]
+        have = f"def {script.function_name}(" in prompt
+        if have and rng.random() < self._reuse:
+            conversation.labels["mode"] = "call"
+            return [_block(_finish(script, script.call))]
+        mode = str(rng.choice(self._modes, p=self._p))
+        if have:  # a library that is ignored: no second definition of the same function
+            mode = mode.replace("function", "inline")
+        conversation.labels["mode"] = mode
+        start, _, style = mode.rpartition("_")
+        code = (script.function + "\n\n" + _finish(script, script.call)) if style == "function" else _inline(script)
+        plan = [_block(code)]
+        if start == "lookup" and script.lookup:
+            plan.insert(0, _block(script.lookup))
+        elif start == "repair":
+            plan.insert(0, _block(_break(code, rng)))
+        return plan
+
+
+def _finish(script: Script, call: str) -> str:
+    if script.kind == "question":
+        return f"apis.supervisor.complete_task(answer={call})"
+    return f"{call}\napis.supervisor.complete_task()"
+
+
+def _inline(script: Script) -> str:
+    end = "apis.supervisor.complete_task(answer=answer)" if script.kind == "question" else "apis.supervisor.complete_task()"
+    return f"{script.inline}\n{end}"
+
+
+# Slips that raise before anything is changed in an app: a wrong key, a forgotten argument.
+_SLIPS = (
+    ('["email"]', '["mail"]'),
+    ('["access_token"]', '["token"]'),
+    ('["phone_number"]', '["phone"]'),
+    ('p["password"]', 'p["secret"]'),
+)
+
+
+def _break(code: str, rng: np.random.Generator) -> str:
+    """The same code with one slip that makes it fail; code that no slip fits gets an unknown name in front."""
+    fitting = [s for s in _SLIPS if s[0] in code]
+    if not fitting:
+        return f"profile\n{code}"
+    old, new = fitting[int(rng.integers(len(fitting)))]
+    return code.replace(old, new, 1)
+
+
+def _block(code: str) -> str:
+    text = f"```python\n{code}\n```"
+    found, closed = first_block(text)
+    if not closed or found is None or found.strip() != code.strip():
+        raise ValueError(f"a reference does not survive as one Python block:\n{code}")
+    return text

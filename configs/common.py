@@ -1,0 +1,123 @@
+"""Defaults of every recipe: each key is read somewhere, and unknown keys raise.
+
+A recipe starts from `base()` and changes what it is about. Placeholders stand where a value may be given but need not.
+"""
+
+from ml_collections import ConfigDict
+
+
+def base() -> ConfigDict:
+    """The tiny policy on the mini world, on one CPU device."""
+    c = ConfigDict()
+    c.seed = 0
+
+    c.world = ConfigDict()
+    c.world.kind = "miniworld"  # "miniworld" (built on first use) or "official" (needs path or APPWORLD_ROOT)
+    c.world.path = ""  # root with data/; empty: APPWORLD_ROOT for "official", the cache for "miniworld"
+    c.world.scenarios = 180
+    c.world.seed = 0
+    c.world.max_open = 32  # worlds open at once
+    c.world.open_s = 60.0  # limits in seconds of the trainer's clock
+    c.world.execute_s = 20.0
+    c.world.install_s = 20.0
+    c.world.evaluate_s = 60.0
+    c.world.close_s = 20.0
+    c.world.memory_mb = 2048  # what one world may add to the shared memory of the server
+    c.world.output_chars = 20_000  # of one step; head and tail are kept
+
+    c.model = ConfigDict()
+    c.model.source = "bundled"  # "bundled", "random" (preset + tokenizer), or a Hugging Face folder
+    c.model.preset = "tiny"  # used by "random"
+    c.model.tokenizer = "bundled"  # used by "random": "bundled", a folder, or a SentencePiece .model file
+    c.model.dtype = "float32"  # compute; master weights are float32
+    c.model.remat = False
+
+    c.mesh = ConfigDict()
+    c.mesh.data = 1
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+
+    c.sampler = ConfigDict()
+    c.sampler.slots = 32
+    c.sampler.context = 640
+    c.sampler.extend_buckets = (32, 64, 128, 256, 512)
+    c.sampler.decode_chunk = 16
+    c.sampler.temperature = 1.0
+    c.sampler.top_k = 0  # 0: off
+    c.sampler.top_p = 1.0
+    c.sampler.max_new_tokens = 256  # a turn
+
+    c.agent = ConfigDict()
+    c.agent.kind = "skill"  # "skill" or "plain" (no library)
+    c.agent.style = "short"  # "short" for tiny policies, "full" for large ones
+    c.agent.demonstrations = 0
+    c.agent.skill_tokens = 300  # budget of the rendered library
+    c.agent.skill_style = "source"  # "source" or "signature"
+    c.agent.observation_chars = 160
+    c.agent.reminder = ""
+    c.agent.max_turns = 4
+    c.agent.max_no_code_turns = 1
+    c.agent.episode_tokens = 0  # sampled tokens of an episode, 0: no limit
+    c.agent.episode_retries = 2
+    c.agent.early_stop_turn = 0  # 0: off
+    c.agent.early_stop_share = 0.1
+
+    c.chain = ConfigDict()
+    c.chain.length = 2
+    c.chain.source = "scenario"  # "scenario", or "similarity" (nearest train tasks by n-grams)
+
+    c.rl = ConfigDict()
+    c.rl.steps = 40
+    c.rl.split = "train"
+    c.rl.scenarios_per_step = 8
+    c.rl.group = 4  # rollouts of a chain
+    c.rl.reward = "skill"  # "skill", "outcome", "chain"
+    c.rl.detector = "called"  # "called" or "lexical"
+    c.rl.no_code_reward = -1.0
+    c.rl.score = ""  # "module:function" that replaces the judge's score, see rl/rewards.py
+    c.rl.early_stopped_samples = True  # False: early-stopped episodes are no samples (LOOP)
+    c.rl.advantage = "mean"  # "mean" (SAGE), "loo" (LOOP), "std" (GRPO)
+    c.rl.normalizer = "sequence"  # "sequence" (SAGE), "token", "constant"
+    c.rl.constant = 1024.0  # used by normalizer "constant"
+    c.rl.clip_low = 0.2
+    c.rl.clip_high = 0.2
+    c.rl.epochs = 1
+    c.rl.mini_batches = 1
+    c.rl.row_tokens = 640  # packed row
+    c.rl.rows = 16  # rows of a micro-batch
+    c.rl.max_bad_updates = 3  # skipped (non-finite) updates in a row before the run stops
+
+    c.optim = ConfigDict()
+    c.optim.lr = 3e-4
+    c.optim.schedule = "constant"  # "constant" or "cosine"
+    c.optim.warmup = 3  # updates
+    c.optim.b1 = 0.9
+    c.optim.b2 = 0.99
+    c.optim.eps = 1e-8
+    c.optim.weight_decay = 0.0
+    c.optim.clip_norm = 1.0
+
+    c.eval = ConfigDict()
+    c.eval.split = "test_normal"
+    c.eval.runs = 0  # sampled runs (seeds 1..runs) beside the greedy one
+    c.eval.temperature = 1.0  # of the sampled runs
+    c.eval.greedy = True
+    c.eval.scenarios = 0  # only the first N scenarios, 0: all
+    c.eval.library = "chain"  # "chain" (skills of earlier tasks), "none", "reference" (a working skill is given)
+    c.eval.dev_split = "dev"  # during training
+    c.eval.every = 10  # steps; 0: never
+    c.eval.keep_outputs = True  # official folder layout below workdir/experiments/outputs
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 1  # steps
+    c.checkpoint.keep = 2
+    return c
+
+
+def with_arg(config: ConfigDict, arg: str | None, **switches) -> ConfigDict:
+    """Applies `name[,name...]` after the config's colon; each names a function config -> None. Unknown names raise."""
+    for name in [n for n in (arg or "").split(",") if n]:
+        if name not in switches:
+            raise ValueError(f"config argument {name!r} is unknown; valid: {', '.join(switches) or 'none'}")
+        switches[name](config)
+    return config

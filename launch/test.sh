@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Sets up, then runs the tests. Tiers:
+#   bash launch/test.sh            default: no network, no accelerator, under 10 minutes on two cores
+#   bash launch/test.sh --ci       default, then slow, then parity with torch (what .ci/run calls)
+#   bash launch/test.sh --soak     kill series and long comparisons
+#   bash launch/test.sh --parity   comparisons with torch only (installs torch into .venv)
+# Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tier=default
+case "${1:-}" in --ci | --soak | --parity) tier=${1#--}; shift ;; esac
+bash launch/setup.sh
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+
+torch() { .venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"; }
+run() { .venv/bin/python -m pytest --durations=10 "$@"; }
+
+case $tier in
+  default) run "$@" ;;
+  soak) run -m soak "$@" ;;
+  parity) torch; run -m parity "$@" ;;
+  ci)
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "ruff>=0.6"
+    .venv/bin/ruff check .
+    torch
+    # One process: fixtures (the built world, compiled kernels) are shared by all tiers.
+    run -m "not soak" "$@"
+    ;;
+esac

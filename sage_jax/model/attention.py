@@ -1,0 +1,147 @@
+"""Grouped-query attention: over whole sequences, and over a KV cache whose slot index is the position.
+
+Axes: B batch, T queries, S cache slots, N query heads, K key/value heads, G = N / K, H head size.
+Scores and softmax are float32. A query that may see nothing gets zeros, finite in value and gradient.
+
+The cached form never writes inside a layer: each layer reads the old cache as it is, adds this call's own keys, and one
+scatter at the end stores the new keys of all layers. So the cache is a loop invariant of the layer loop and the write is in
+place inside an outer `while_loop` (scanning a cache as inputs and outputs copies all of it at every step). Cache blocks
+that no query can see are skipped; a skipped block would have multiplied by 1 and added 0, so bits do not depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sage_jax.model.config import ModelConfig
+
+NEG = -1e30  # instead of -inf: differences of two masked scores stay finite
+BLOCK = 128  # cache slots read at a time
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys (rotated) and values of all layers; slot index == position."""
+
+    k: jax.Array  # compute dtype [L, B, S, K, H]
+    v: jax.Array  # compute dtype [L, B, S, K, H]
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[2]
+
+
+def make_cache(cfg: ModelConfig, batch: int, length: int) -> Cache:
+    """An empty cache of `batch` rows and `length` slots."""
+    shape = (cfg.num_layers, batch, length, cfg.num_kv_heads, cfg.head_dim)
+    return Cache(k=jnp.zeros(shape, cfg.dtype), v=jnp.zeros(shape, cfg.dtype))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding, halves form: x [B, T, heads, H], cos and sin float32 [B, T, H/2]."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def phases(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the rotary angles, float32 [B, T, H/2]: angles in 16 bit are wrong after a few hundred tokens."""
+    freq = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions.astype(jnp.float32)[..., None] * freq
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def sequence_mask(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """bool [B, T, T]: query t sees key u of its own segment at the same or an earlier position; segment 0 is padding."""
+    mask = positions[:, None, :] <= positions[:, :, None]
+    if segment_ids is not None:
+        same = segment_ids[:, None, :] == segment_ids[:, :, None]
+        mask = mask & same & (segment_ids > 0)[:, None, :]
+    return mask
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """q [B, T, N, H], k and v [B, T, K, H], mask bool [B, T, T] -> [B, T, N, H]."""
+    batch, length, heads, size = q.shape
+    q = q.reshape(batch, length, k.shape[2], -1, size)
+    s = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * size**-0.5
+    mask = mask[:, None, None]
+    s = jnp.where(mask, s, NEG)
+    p = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True))) * mask
+    p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30)
+    return jnp.einsum("bkgts,bskh->btkgh", p.astype(v.dtype), v).reshape(batch, length, heads, size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheView:
+    """What one call sees of a cache, the same for all layers."""
+
+    query: jax.Array  # int32 [B, T] position, -1 for padding
+    hidden: jax.Array  # bool [B, S] slots that this call overwrites, or beyond the row's length
+    blocks: jax.Array  # int32 [] cache blocks that some query can see
+
+
+def cache_view(positions: jax.Array, slots: int, lengths: jax.Array | None) -> CacheView:
+    """positions int32 [B, T]; those < 0 or >= slots are padding. lengths int32 [B]: old slots at or beyond are not seen."""
+    query = jnp.where((positions >= 0) & (positions < slots), positions, -1)
+    index = jnp.arange(slots)
+    if query.shape[1] == 1:
+        hidden = index == query
+    else:
+        rows = jnp.arange(query.shape[0])[:, None]
+        hidden = jnp.zeros((query.shape[0], slots), bool).at[rows, jnp.where(query < 0, slots, query)].set(True, mode="drop")
+    if lengths is not None:
+        hidden = hidden | (index >= lengths[:, None])
+    seen = (~hidden & (index <= query.max(1, keepdims=True))).any(0)
+    last = jnp.max(jnp.where(seen, index + 1, 0))
+    return CacheView(query=query, hidden=hidden, blocks=-(-last // min(BLOCK, slots)))
+
+
+def attend_cached(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, layer: jax.Array, view: CacheView) -> jax.Array:
+    """q [B, T, N, H] over this call's own k and v [B, T, K, H] and over the layer's old cache slots -> [B, T, N, H]."""
+    batch, length, heads, size = q.shape
+    kv_heads, slots = k.shape[2], cache.length
+    width = min(BLOCK, slots)
+    q = q.reshape(batch, length, kv_heads, -1, size)
+
+    def fold(state, keys, values, mask):  # one step of the online softmax; mask [B, T, U]
+        top, total, acc = state
+        s = jnp.einsum("btkgh,bukh->bkgtu", q, keys, preferred_element_type=jnp.float32) * size**-0.5
+        mask = mask[:, None, None]
+        new = jnp.maximum(top, jnp.where(mask, s, NEG).max(-1))
+        p = jnp.where(mask, jnp.exp(s - new[..., None]), 0.0)
+        keep = jnp.exp(top - new)
+        add = jnp.einsum("bkgtu,bukh->bkgth", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return new, total * keep + p.sum(-1), acc * keep[..., None] + add
+
+    def block(i, state):
+        start = jnp.minimum(i * width, slots - width)  # the last block may overlap the one before: masked below
+        at, sizes = (layer, 0, start, 0, 0), (1, batch, width, kv_heads, size)
+        keys = jax.lax.dynamic_slice(cache.k, at, sizes)[0]
+        values = jax.lax.dynamic_slice(cache.v, at, sizes)[0]
+        slot = start + jnp.arange(width)
+        visible = ~jax.lax.dynamic_slice(view.hidden, (0, start), (batch, width)) & (slot >= i * width)
+        return fold(state, keys, values, visible[:, None] & (slot <= view.query[..., None]))
+
+    shape = (batch, kv_heads, heads // kv_heads, length)
+    state = (jnp.full(shape, NEG, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, size), jnp.float32))
+    own = (view.query >= 0)[:, None, :] & (view.query[:, None, :] <= view.query[:, :, None])
+    state = fold(state, k, v, own)
+    _, total, acc = jax.lax.fori_loop(0, view.blocks, block, state)
+    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q.dtype)
+
+
+def write(cache: Cache, keys: jax.Array, values: jax.Array, view: CacheView) -> Cache:
+    """Stores this call's keys and values [L, B, T, K, H] at their positions; padding is dropped."""
+    slot = jnp.where(view.query < 0, cache.length, view.query)
+    rows = jnp.arange(slot.shape[0])[:, None]
+    return Cache(
+        k=cache.k.at[:, rows, slot].set(keys, mode="drop", unique_indices=True),
+        v=cache.v.at[:, rows, slot].set(values, mode="drop", unique_indices=True),
+    )

@@ -59,6 +59,7 @@ async def run_rollout(
     name: str,
     experiment: str,
     skills: Sequence[Skill] = (),
+    keep: bool = True,
     facts: Mapping[str, dict] | None = None,
     count: Callable[[str], int] = len,
     early: Sequence[EarlyStop] = (),
@@ -71,17 +72,18 @@ async def run_rollout(
       name: of the rollout, e.g. "step3/chain1/rollout0".
       experiment: engine output folder; task ids of a rollout are distinct, so one folder serves them all.
       skills: library at the start (empty in SAGE; a given skill when measuring what reuse is worth).
+      keep: False: functions of finished positions are not kept. The plain agent never keeps any.
       facts: task id -> what a scripted policy needs.
       early: one per position, or empty.
     """
+    uses_library = spec.prompt.agent == "skill"
     library = Library()
     library.add(skills)
     episodes: list[Episode] = []
     for position, task in enumerate(tasks, start=1):
-        keeps = spec.prompt.agent == "skill"
         episode = await run_episode(
             task, policy, worlds, spec, key=Key(key.seed, (*key.path, position)), rollout=name, position=position,
-            experiment=experiment, skills=library.active() if keeps else (), facts=(facts or {}).get(task.task_id),
+            experiment=experiment, skills=library.active() if uses_library else (), facts=(facts or {}).get(task.task_id),
             count=count, early=early[position - 1] if early else None,
         )
         episodes.append(episode)
@@ -93,7 +95,7 @@ async def run_rollout(
             break
         for skill_id in episode.called:
             library.record_use(skill_id, bool(episode.s))
-        if keeps:
+        if uses_library and keep:
             library.add(episode.defined)
     return Rollout(chain=chain, index=index, tasks=tuple(t.task_id for t in tasks), episodes=episodes, library=library)
 
@@ -109,6 +111,7 @@ async def run_chains(
     path: Sequence[int],
     name: str,
     skills: Mapping[int, Sequence[Skill]] | None = None,
+    keep: bool = True,
     facts: Mapping[str, dict] | None = None,
     count: Callable[[str], int] = len,
     early_stop: tuple[int, float] | None = None,
@@ -119,6 +122,7 @@ async def run_chains(
     Args:
       path: first part of the noise's name, e.g. (step,). The rest is (chain, rollout, position, turn).
       skills: chain index -> library at the start.
+      keep: False: libraries do not grow.
       early_stop: (turn, share) or None.
     """
     total = sum(len(c) for c in chains) * group
@@ -137,7 +141,7 @@ async def run_chains(
     jobs = [
         run_rollout(
             tasks, policy, worlds, spec, key=Key(seed, (*path, c, g)), chain=c, index=g, name=f"{name}/chain{c}/rollout{g}",
-            experiment=experiment_name(f"{name}/chain{c}/rollout{g}"), skills=(skills or {}).get(c, ()), facts=facts, count=count,
+            experiment=experiment_name(f"{name}/chain{c}/rollout{g}"), skills=(skills or {}).get(c, ()), keep=keep, facts=facts, count=count,
             early=early, on_episode=finished,
         )
         for c, tasks in enumerate(chains)

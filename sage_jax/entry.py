@@ -1,0 +1,116 @@
+"""What all entry points share: flags, the start of a process, a clean stop. No logic of the method.
+
+Flags: --config (a file of configs/, locked: unknown keys raise), --workdir, --print_config, --profile_steps.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from sage_jax.errors import SageError
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "Recipe: a file of configs/, e.g. configs/quickstart.py.", lock_config=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder for everything that the run writes. The same folder resumes the run.")
+PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved config and stop.")
+PROFILE_STEPS = flags.DEFINE_string("profile_steps", "", "first:last, steps of which a JAX profile goes to workdir/profile.")
+
+INTERRUPTED = 130
+
+
+def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
+    """Parses flags, prepares the process and calls `main(config, workdir)`.
+
+    Typed errors end the process with their message and exit code 1; Ctrl-C and SIGTERM with code 130 and the command that
+    resumes.
+    """
+    # Model-written code and JAX both write to standard error; the config's own errors must stay readable.
+    flags.mark_flags_as_required(["config", "workdir"])
+
+    def wrapped(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+        config = CONFIG.value
+        if PRINT_CONFIG.value:
+            print(config)
+            return
+        workdir = Path(WORKDIR.value).expanduser().absolute()
+        start(workdir)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        try:
+            main(config, workdir)
+        except KeyboardInterrupt:
+            arguments = " ".join(sys.argv[1:])
+            print(f"\nStopped. What is done is kept; go on with:\n  python -m {command} {arguments}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        except SageError as error:
+            logging.debug("details", exc_info=True)
+            print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
+            sys.exit(1)
+
+    app.run(wrapped)
+
+
+def start(workdir: Path) -> None:
+    """Makes the workdir, names an accelerator that JAX would not use, switches the persistent compile cache on."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    import jax
+
+    from sage_jax.world.roots import cache_home
+
+    hint = unused_accelerator(jax.default_backend())
+    if hint:
+        print(hint, file=sys.stderr)
+    jax.config.update("jax_compilation_cache_dir", str(cache_home() / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    logging.set_verbosity(logging.WARNING)
+
+
+def unused_accelerator(backend: str, devices: Callable[[str], list[str]] = glob.glob) -> str:
+    """One line with the install command if a GPU or TPU is present and JAX runs on the CPU, else "".
+
+    Args:
+      backend: jax.default_backend().
+      devices: pattern -> paths that exist.
+    """
+    if backend != "cpu" or os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        return ""
+    if devices("/dev/nvidia[0-9]*"):
+        return 'An NVIDIA GPU is present, but this JAX runs on the CPU only. To use it: pip install -e ".[cuda]"'
+    if devices("/dev/accel[0-9]*") or (devices("/dev/vfio/[0-9]*") and "TPU_NAME" in os.environ):
+        return 'A TPU is present, but this JAX runs on the CPU only. To use it: pip install -e ".[tpu]"'
+    return ""
+
+
+def write_config(config: ConfigDict, workdir: Path) -> None:
+    """workdir/config.json, written once; a later run with another config raises and names the keys that differ."""
+    from sage_jax.errors import ConfigError
+
+    text = json.dumps(json.loads(config.to_json_best_effort()), indent=2, sort_keys=True)
+    path = workdir / "config.json"
+    if path.exists():
+        old, new = _flat(json.loads(path.read_text())), _flat(json.loads(text))
+        changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+        if changed:
+            shown = "; ".join(f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed[:8])
+            raise ConfigError(f"{workdir} holds a run with another config ({shown}). Choose another --workdir, or delete this one.")
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat

@@ -1,0 +1,152 @@
+"""From a config to the parts of a run: data root, executor pool, policy, sampler, the rules of episodes.
+
+Every choice by name is checked here, at start; library code below takes plain values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from sage_jax.agent.episode import EpisodeSpec
+from sage_jax.agent.jax_policy import JaxPolicy
+from sage_jax.agent.prompts import PromptSpec
+from sage_jax.agent.scripted import Script
+from sage_jax.errors import ConfigError
+from sage_jax.model.config import ModelConfig
+from sage_jax.model.hf import load_hf
+from sage_jax.model.presets import preset
+from sage_jax.model.sharding import create_params, make_mesh
+from sage_jax.model.tokenizer import Tokenizer, load_tokenizer
+from sage_jax.sampling.engine import Engine
+from sage_jax.skills.extract import extract
+from sage_jax.skills.record import Origin, Skill
+from sage_jax.world.miniworld.references import load_reference
+from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.roots import DataRoot, resolve_root
+
+BUNDLED = Path(__file__).resolve().parents[1] / "model" / "bundled"
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A policy's weights and what belongs to them."""
+
+    cfg: ModelConfig
+    graphdef: nnx.GraphDef
+    params: nnx.State
+    tokenizer: Tokenizer
+    mesh: Mesh
+
+
+def data_root(config: ConfigDict) -> DataRoot:
+    """The mini world (built on first use) or the official root."""
+    w = config.world
+    return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed)
+
+
+def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool:
+    w = config.world
+    limits = Limits(
+        open_s=w.open_s, execute_s=w.execute_s, install_s=w.install_s, evaluate_s=w.evaluate_s, close_s=w.close_s,
+        memory_mb=w.memory_mb, output_chars=w.output_chars,
+    )
+    return WorldPool(root.path, limits=limits, outputs=outputs, max_open=w.max_open)
+
+
+def load_policy(config: ConfigDict, *, source: str | None = None) -> Loaded:
+    """Weights on the mesh: the bundled ones, a Hugging Face folder, or new ones from a preset and the seed.
+
+    Raises:
+      ConfigError: a source that is neither a known word nor a folder; a mesh that the devices cannot form.
+    """
+    m = config.model
+    source = source or m.source
+    mesh = make_mesh({"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor})
+    if source == "random":
+        tokenizer = load_tokenizer(BUNDLED if m.tokenizer == "bundled" else Path(m.tokenizer))
+        rows = -(-tokenizer.vocab_size // 32) * 32  # padded, so that it divides over a mesh
+        cfg = dataclasses.replace(preset(m.preset), vocab_size=rows, dtype=m.dtype, remat=m.remat)
+        graphdef, params = create_params(cfg, mesh, config.seed)
+        return Loaded(cfg, graphdef, params, tokenizer, mesh)
+    folder = BUNDLED if source == "bundled" else Path(source).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.source={source!r} is neither 'bundled', 'random' nor a Hugging Face folder (no {folder}/config.json)")
+    cfg, graphdef, params = load_hf(folder, mesh, dtype=m.dtype, remat=m.remat)
+    return Loaded(cfg, graphdef, params, load_tokenizer(folder), mesh)
+
+
+def sampler(config: ConfigDict, loaded: Loaded) -> Engine:
+    s = config.sampler
+    engine = Engine(
+        loaded.graphdef, loaded.cfg, loaded.mesh, loaded.tokenizer, slots=s.slots, context=s.context,
+        extend_buckets=tuple(s.extend_buckets), decode_chunk=s.decode_chunk,
+    )
+    engine.set_params(loaded.params, version=0)
+    return engine
+
+
+def jax_policy(config: ConfigDict, engine: Engine, loaded: Loaded, *, temperature: float) -> JaxPolicy:
+    s = config.sampler
+    return JaxPolicy(
+        engine, loaded.tokenizer, temperature=temperature, top_k=s.top_k, top_p=s.top_p, max_new_tokens=s.max_new_tokens,
+    )
+
+
+def episode_spec(config: ConfigDict, *, keep_outputs: bool) -> EpisodeSpec:
+    a = config.agent
+    return EpisodeSpec(
+        prompt=PromptSpec(
+            agent=a.kind, style=a.style, demonstrations=a.demonstrations, skill_tokens=a.skill_tokens, skill_style=a.skill_style,
+            observation_chars=a.observation_chars, reminder=a.reminder,
+        ),
+        max_turns=a.max_turns, max_no_code_turns=a.max_no_code_turns, episode_tokens=a.episode_tokens,
+        episode_retries=a.episode_retries, keep_outputs=keep_outputs,
+    )
+
+
+def scripts(root: DataRoot, task_ids: list[str]) -> dict[str, dict]:
+    """Task id -> facts for the scripted policy. Raises ConfigError on a root without our references."""
+    if root.kind != "miniworld":
+        raise ConfigError(f"scripted solutions exist for the mini world only, and {root.path} is {root.kind}")
+    facts = {}
+    for task_id in task_ids:
+        ref = load_reference(root.path, task_id)
+        facts[task_id] = {
+            "script": Script(
+                function=ref.function, function_name=ref.function_name, call=ref.call, inline=ref.inline, lookup=ref.lookup, kind=ref.kind
+            )
+        }
+    return facts
+
+
+def reference_skills(root: DataRoot, split: str) -> dict[str, Skill]:
+    """Scenario id -> the reference function of its first task as a skill: the upper bound of what reuse can give."""
+    skills = {}
+    for scenario, task_ids in root.scenarios(split).items():
+        origin = Origin(task_id=task_ids[0], turn=0, rollout="reference", position=1)
+        extraction = extract([(0, load_reference(root.path, task_ids[0]).function)], origin)
+        skills[scenario] = extraction.skills[-1]
+    return skills
+
+
+def describe(config: ConfigDict, loaded: Loaded) -> str:
+    """One line: what runs on what."""
+    size = sum(x.size for x in jax.tree.leaves(loaded.params))
+    device = jax.devices()[0]
+    return (
+        f"policy {size / 1e6:.2f} M parameters ({loaded.cfg.dtype}), vocabulary {loaded.tokenizer.vocab_size}; "
+        f"mesh {dict(loaded.mesh.shape)} of {device.platform}; {os.cpu_count()} cores; {config.world.max_open} worlds at once"
+    )
+
+
+def digest(config: ConfigDict) -> dict:
+    """The resolved config as plain data, for checkpoints and reports."""
+    return json.loads(config.to_json_best_effort())

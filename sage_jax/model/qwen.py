@@ -120,6 +120,10 @@ class Policy(nnx.Module):
         depth = cfg.num_layers
         unroll = depth if depth <= UNROLL_CACHED else 1
         x, (keys, values) = jax.lax.scan(cached_layer, x, (jnp.arange(depth), stack), unroll=unroll)
+        # The last layer's read of the old cache does not feed the write; without an order between the two XLA copies the
+        # whole cache. `0 * x` is that order: it is not folded, being NaN where x is.
+        after = (0 * x[:, :, :1, None]).astype(cfg.dtype)
+        keys, values = keys + after, values + after
         return _rms(x, self.final_norm[...], cfg.rms_eps), write(cache, keys, values, view)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -256,7 +256,9 @@ def _needs(text: str, name: str) -> tuple[set[str], set[str], set[str]]:
         inner = child.get_name() == name
         for scope in _scopes(child):
             for symbol in scope.get_symbols():
-                if symbol.is_global() and symbol.is_referenced():
+                # `is_global` alone is true for the locals of any scope called "top", which symtable takes for the module.
+                is_global = symbol.is_declared_global() or (symbol.is_global() and not symbol.is_local())
+                if is_global and symbol.is_referenced():
                     (at_call if inner else at_definition).add(symbol.get_name())
                 if symbol.is_declared_global() and symbol.is_assigned():
                     assigned.add(symbol.get_name())

@@ -54,15 +54,26 @@ def render(
     else:
         places.sort(key=lambda i: (-skills[i].successes, -skills[i].uses, -i))
     chosen: list[int] = []
+    written: set[str] = set()
     room = budget
+    gap = count(_GAP)
     for i in places:
-        cost = count(_text([skills[i]], style) + _GAP)  # an upper estimate: shared helpers are written once
-        if cost <= room:
-            chosen.append(i)
-            room -= cost
-        elif (exact := count(_text(_pick(skills, [*chosen, i]), style))) <= budget:
-            chosen.append(i)
+        skill = skills[i]
+        parts = {*skill.imports, *skill.constants, *skill.helpers, skill.source}
+        cost = count(_text([skill], style) + _GAP)
+        # The estimate counts a gap too many at the end, and what is written once for several skills several times;
+        # the whole text is counted only where that can matter.
+        if cost > room and (cost <= room + 2 * gap or parts & written):
+            exact = count(_text(_pick(skills, [*chosen, i]), style))
+            if exact > budget:
+                continue
             room = budget - exact
+        elif cost > room:
+            continue
+        else:
+            room -= cost
+        chosen.append(i)
+        written |= parts
     # Tokens of a joined text are not exactly the sum of the parts.
     while chosen and count(_text(_pick(skills, chosen), style)) > budget:
         chosen.pop()
@@ -80,26 +91,15 @@ def fence(code: str, language: str = "python") -> str:
 
 
 def head(skill: Skill) -> str:
-    """Decorators, signature and docstring exactly as written, with `...` for the rest of the body."""
-    tree = ast.parse(skill.source)
-    node = tree.body[0]
-    first = node.body[0]
-    inline = first.lineno == node.body[-1].lineno and first.lineno <= _colon_line(node, skill.source)
-    if inline or not skill.docstring:
-        prefix = "" if skill.signature.startswith("async ") else "def "
-        signature = skill.signature.replace("async ", "async def ", 1) if not prefix else skill.signature
-        return f"{prefix}{signature}: ..."
+    """Everything up to the docstring's end as written, then `...`; without a docstring, the signature and `...`."""
     lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", skill.source)
-    kept = "".join(lines[: first.end_lineno]).rstrip("\r\n")
-    return f"{kept}\n{' ' * first.col_offset}..."
-
-
-def _colon_line(node: ast.FunctionDef | ast.AsyncFunctionDef, source: str) -> int:
-    """The last line of the head: the line before the body, or the body's own when it follows the colon."""
-    body = node.body[0]
-    line = re.split(r"(?<=\n)|(?<=\r)(?!\n)", source)[body.lineno - 1]
-    before = line.encode()[: body.col_offset].decode(errors="replace")
-    return body.lineno if before.strip() else body.lineno - 1
+    first = ast.parse(skill.source).body[0].body[0]
+    before = lines[first.lineno - 1].encode()[: first.col_offset].decode()
+    if skill.docstring and not before.strip():  # the body does not follow the colon on its line
+        return "".join(lines[: first.end_lineno]).rstrip("\r\n") + f"\n{before}..."
+    if skill.signature.startswith("async "):
+        return f"async def {skill.signature.removeprefix('async ')}: ..."
+    return f"def {skill.signature}: ..."
 
 
 def _pick(skills: Sequence[Skill], places: Sequence[int]) -> list[Skill]:

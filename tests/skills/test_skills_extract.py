@@ -224,3 +224,9 @@ def test_a_helper_that_shadows_a_preloaded_name_is_not_carried():
 def test_invalid_escapes_stay_silent(recwarn):
     assert only("def f():\n    return '\\d'\n").source.endswith("'\\d'")
     assert not recwarn.list
+
+
+def test_a_function_called_top_keeps_its_locals():
+    skill = only("def top(rows, k):\n    best = rows[:k]\n    def top(z):\n        q = z\n        return q\n    return top(best)\n")
+    assert defined(skill)([1, 2], 1) == [1]
+    assert "'token'" in reason("top", "token = apis.x()\ndef top(a):\n    return apis.y(token)\n")

@@ -71,19 +71,18 @@ def base() -> ConfigDict:
     c.rl.split = "train"
     c.rl.scenarios_per_step = 8
     c.rl.group = 4  # rollouts of a chain
-    c.rl.reward = "skill"  # "skill", "outcome", "chain"
+    c.rl.reward = "skill_integrated"  # "skill_integrated", "outcome", "chain"
     c.rl.detector = "called"  # "called" or "lexical"
     c.rl.no_code_reward = -1.0
-    c.rl.score = ""  # "module:function" that replaces the judge's score, see rl/rewards.py
-    c.rl.early_stopped_samples = True  # False: early-stopped episodes are no samples (LOOP)
     c.rl.advantage = "mean"  # "mean" (SAGE), "loo" (LOOP), "std" (GRPO)
-    c.rl.normalizer = "sequence"  # "sequence" (SAGE), "token", "constant"
-    c.rl.constant = 1024.0  # used by normalizer "constant"
+    c.rl.normaliser = "sequence"  # "sequence" (SAGE), "token", "constant"
+    c.rl.constant = 1024.0  # used by normaliser "constant"
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.2
+    c.rl.old_logprobs = "recomputed"  # with the weights that sampled, or "sampler"
     c.rl.epochs = 1
     c.rl.mini_batches = 1
-    c.rl.row_tokens = 640  # packed row
+    c.rl.row_tokens = (640,)  # lengths of packed rows; the longest holds a whole episode
     c.rl.rows = 16  # rows of a micro-batch
     c.rl.max_bad_updates = 3  # skipped (non-finite) updates in a row before the run stops
 

@@ -1,0 +1,96 @@
+"""Verified demonstrations: reference solutions played through the episode code, judged, and written as a chat dataset.
+
+In: a root with references, a pool. Out: `dataset.jsonl` (one conversation a line) and `collect.json` (what was asked, kept
+and refused, by mode). Only episodes that the judge passes are kept; a refused one is counted, never repaired by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import time
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from sage_jax.agent.chain import Progress, run_chains
+from sage_jax.agent.scripted import ScriptedPolicy
+from sage_jax.agent.trajectory import Episode
+from sage_jax.errors import SageError
+from sage_jax.report.progress import bar
+from sage_jax.sft.dataset import write_dataset
+from sage_jax.training import setup
+from sage_jax.training.data import draw_chain
+
+
+def collect(config: ConfigDict, workdir: Path) -> Path:
+    """Writes the dataset of `config.collect` and returns its path. An existing, complete dataset is used again."""
+    path, summary = workdir / "dataset.jsonl", workdir / "collect.json"
+    if summary.exists():  # written last
+        print(f"collect: {path} is complete, used again")
+        return path
+    c = config.collect
+    root = setup.data_root(config)
+    started = time.monotonic()
+    episodes = asyncio.run(_collect(config, root))
+    records, tally = [], collections.Counter()
+    for e in episodes:
+        mode = e.labels["mode"] if e.labels else "none"
+        tally[f"asked/{mode}"] += 1
+        if e.s:
+            tally[f"kept/{mode}"] += 1
+            records.append(record(e, train_failed_turns=c.train_failed_turns))
+        else:
+            tally[f"refused/{mode}/{e.end}"] += 1
+    if not records:
+        raise SageError("collect: no episode passed the judge, so there is nothing to learn from. The counts: " + json.dumps(tally))
+    write_dataset(path, records)
+    text = {"episodes": len(episodes), "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
+    temporary = summary.with_suffix(".tmp")
+    temporary.write_text(json.dumps(text, indent=1) + "\n")
+    temporary.replace(summary)
+    print(f"collect: {len(records)} of {len(episodes)} episodes passed the judge in {text['seconds']} s -> {path}")
+    return path
+
+
+def record(e: Episode, *, train_failed_turns: bool) -> dict:
+    """One episode as a conversation; a response whose step failed has `train` false unless asked otherwise."""
+    messages, turn = [], 0
+    opening = len(e.messages) - 2 * len(e.turns) + 1 if e.turns else len(e.messages)
+    for i, m in enumerate(e.messages):
+        if m["role"] == "assistant" and i >= opening:
+            messages.append({**m, "train": train_failed_turns or not e.turns[turn].failed})
+            turn += 1
+        else:
+            messages.append({**m, **({"train": False} if m["role"] == "assistant" else {})})
+    meta = {
+        "task_id": e.task_id, "scenario_id": e.scenario_id, "rollout": e.rollout, "position": e.position,
+        "mode": e.labels["mode"], "turns": len(e.turns), "difficulty": e.difficulty,
+    }
+    return {"messages": messages, "meta": meta}
+
+
+async def _collect(config: ConfigDict, root) -> list[Episode]:
+    c = config.collect
+    groups = root.scenarios(c.split)
+    facts = setup.scripts(root, [t for ids in groups.values() for t in ids])
+    spec = setup.episode_spec(config, keep_outputs=False)
+    episodes: list[Episode] = []
+    async with setup.world_pool(config, root, None) as pool:
+        with bar("collect", c.passes * sum(map(len, groups.values()))) as advance:
+            for number in range(c.passes):
+                policy = ScriptedPolicy(c.modes.to_dict(), reuse=c.reuse, seed=config.seed)
+                chains = [
+                    [root.task(t) for t in draw_chain(config.seed, number, scenario, ids, len(ids))] for scenario, ids in groups.items()
+                ]
+
+                def progress(p: Progress) -> None:
+                    advance(passed=bool(p.episode.s))
+
+                rollouts = await run_chains(
+                    chains, 1, policy, pool, spec, seed=config.seed, path=(number,), name=f"collect/pass{number}", facts=facts,
+                    on_progress=progress,
+                )
+                episodes += [e for r in rollouts for e in r.episodes]
+    return episodes

@@ -1,0 +1,197 @@
+"""SAGE's outer loop. The whole step reads from top to bottom in `_step`.
+
+In: a config, a workdir, a start policy. Out: metrics, checkpoints (parameters, optimizer, step, data iterator; the best by
+dev SGC kept), the trained parameters. A killed run is started again by the same command: the step that broke is done
+again from the last checkpoint, with the same noise, and gives what not stopping would have given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from sage_jax.agent.chain import Rollout, run_chains
+from sage_jax.errors import ConfigError, InfrastructureError, SageError
+from sage_jax.report.episodes import write_episodes
+from sage_jax.report.tables import summarise
+from sage_jax.rl.advantages import chain_advantages
+from sage_jax.rl.batch import RowShape, Sample, pack, split_by_rollout
+from sage_jax.rl.losses import LossConfig, check_sampling
+from sage_jax.rl.rewards import chain_record, rewards
+from sage_jax.rl.update import PolicyUpdate, policy_logprobs
+from sage_jax.training import chains as chain_sources
+from sage_jax.training import setup
+from sage_jax.training.checkpoints import Checkpoints
+from sage_jax.training.data import scenario_iterator
+from sage_jax.training.evaluation import Run, evaluate
+from sage_jax.training.metrics import MetricsWriter
+from sage_jax.training.optimizer import init_opt_state, make_optimizer, make_schedule
+from sage_jax.training.rollout_metrics import rollout_metrics
+from sage_jax.training.state import TrainState
+from sage_jax.world.pool import WorldPool
+from sage_jax.world.roots import DataRoot
+
+
+@dataclasses.dataclass
+class Parts:
+    """What the loop works with; made once."""
+
+    config: ConfigDict
+    root: DataRoot
+    pool: WorldPool
+    engine: object
+    loaded: setup.Loaded
+    update: PolicyUpdate
+    chains: Callable
+    loop: asyncio.AbstractEventLoop
+
+
+def train(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, report: Callable[[int, dict], None]) -> TrainState:
+    """Trains for `config.rl.steps` steps, resuming from workdir/checkpoints if there are any.
+
+    Args:
+      loaded: the start policy; its parameters are donated.
+      report: called after every step with (step, metrics), for progress lines.
+
+    Raises:
+      ConfigError: a combination that would train something else than asked.
+      SageError: several non-finite updates in a row, or a step without a single valid rollout.
+    """
+    check(config)
+    rl, o = config.rl, config.optim
+    updates = rl.steps * rl.epochs * rl.mini_batches
+    tx = make_optimizer(
+        make_schedule(o.schedule, o.lr, o.warmup, updates), b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
+    )
+    state = TrainState(loaded.params, init_opt_state(tx, loaded.params, loaded.mesh))
+    logprobs = policy_logprobs(loaded.graphdef, temperature=config.sampler.temperature, vocab_size_real=loaded.tokenizer.vocab_size)
+    loss = LossConfig(
+        clip_low=rl.clip_low, clip_high=rl.clip_high, normaliser=rl.normaliser, constant=rl.constant, old_logprobs=rl.old_logprobs,
+    )
+    update = PolicyUpdate(logprobs, tx, state, loaded.mesh, loss, epochs=rl.epochs, mini_batches=rl.mini_batches)
+    iterator = scenario_iterator(list(root.scenarios(rl.split)), rl.scenarios_per_step, config.seed)
+    # The config's digest is part of a checkpoint, so that another config cannot go on from it unnoticed.
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, best_metric="eval_dev/sgc")
+    if checkpoints.latest_step() is not None:
+        state, _ = checkpoints.restore_latest(state, iterator)
+    metrics = MetricsWriter(workdir, resume_step=state.step)
+
+    loop = asyncio.new_event_loop()
+    engine = setup.sampler(config, dataclasses.replace(loaded, params=state.params))
+    pool = setup.world_pool(config, root, None)
+    parts = Parts(config, root, pool, engine, loaded, update, chain_sources.source(config, root), loop)
+    try:
+        loop.run_until_complete(pool.start())
+        while state.step < rl.steps:
+            step = state.step
+            engine.set_params(state.params, version=step)
+            state, values = _step(parts, state, next(iterator), workdir)
+            last = state.step == rl.steps
+            if config.eval.every and (state.step % config.eval.every == 0 or last):
+                values |= _dev(parts, state)
+            metrics.write(step, values)
+            if state.step % config.checkpoint.every == 0 or last:
+                checkpoints.save(state.step, state, iterator, meta={"seed": config.seed, "config": setup.digest(config)}, metrics=values)
+            report(step, values)
+            if state.skipped_in_row >= rl.max_bad_updates:
+                raise SageError(f"updates of steps {step - state.skipped_in_row + 1} to {step} were not finite; the run stops. See {workdir}/metrics.jsonl")
+    finally:
+        engine.close()
+        loop.run_until_complete(pool.close())
+        loop.close()
+        checkpoints.close()
+        metrics.close()
+    return state
+
+
+def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) -> tuple[TrainState, dict]:
+    config, rl, step = parts.config, parts.config.rl, state.step
+    started = time.monotonic()
+
+    # Sequential rollouts: the same chain of tasks for the rollouts of a group, each with a library of its own.
+    chains = [parts.chains(step, s) for s in scenarios]
+    a = config.agent
+    policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=config.sampler.temperature)
+    rollouts = parts.loop.run_until_complete(
+        run_chains(
+            chains, rl.group, policy, parts.pool, setup.episode_spec(config, keep_outputs=False), seed=config.seed, path=(step,),
+            name=f"step{step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
+            early_stop=(a.early_stop_turn, a.early_stop_share) if a.early_stop_turn else None,
+        )
+    )
+    rolled = time.monotonic()
+
+    # Rewards, and advantages within (chain, position) over the valid rollouts.
+    records = [chain_record(r.episodes, rl.detector) if r.valid else None for r in rollouts]
+    paid = [rewards(rec, rl.reward, rl.no_code_reward) if rec is not None else np.zeros(len(r.tasks)) for rec, r in zip(records, rollouts)]
+    valid = [r.valid for r in rollouts]
+    advantages = chain_advantages(paid, [r.chain for r in rollouts], valid, rl.advantage)
+    values = rollout_metrics(rollouts, records, paid, advantages)
+    if not any(valid):
+        errors = {e.error for r in rollouts for e in r.episodes if e.error}
+        raise InfrastructureError(f"step {step}: none of {len(rollouts)} rollouts is a sample. First errors: {sorted(errors)[:3]}")
+
+    # One clipped update on the sampled tokens, or several on mini-batches of whole rollouts.
+    samples = _samples(rollouts, advantages)
+    shapes = [RowShape(rl.rows, length) for length in rl.row_tokens]
+    parts.engine.drop_params()  # the update donates the parameters: nobody else may hold them
+    mini_batches = split_by_rollout(samples, rl.mini_batches, seed=config.seed + step)
+    packed = [pack(part, shapes, normaliser=rl.normaliser, constant=rl.constant) for part in mini_batches]
+    state, update = parts.update(state, packed)
+    values |= update
+    values["update/skipped_total"] = state.skipped
+    done = time.monotonic()
+
+    first = [e for r in rollouts if r.index == 0 for e in r.episodes]
+    write_episodes(workdir / "episodes" / "train" / f"step_{step:05d}.jsonl", first)
+    generated = sum(e.generated for r in rollouts for e in r.episodes)
+    values |= {
+        "time/rollout_s": rolled - started, "time/step_s": done - started,
+        "time/world_s": sum(t.seconds_world for r in rollouts for e in r.episodes for t in e.turns),
+        "time/tokens_per_s": generated / max(rolled - started, 1e-9),
+    }
+    return state.next_step(), values
+
+
+def _samples(rollouts: list[Rollout], advantages: list[np.ndarray]) -> list[Sample]:
+    samples = []
+    for rollout, advantage in zip(rollouts, advantages):
+        if not rollout.valid:
+            continue
+        for k, episode in enumerate(rollout.episodes):
+            ids, mask, logprobs = episode.tokens.arrays()
+            samples.append(Sample(key=(rollout.chain, rollout.index, k), ids=ids, mask=mask, logprobs=logprobs, advantage=float(advantage[k])))
+    return samples
+
+
+def _dev(parts: Parts, state: TrainState) -> dict:
+    """The evaluation agent on dev, greedy: `eval_dev/...`, which also chooses the best checkpoint."""
+    config = parts.config
+    started = time.monotonic()
+    parts.engine.set_params(state.params, version=state.step)
+    policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=0.0)
+    runs = parts.loop.run_until_complete(
+        evaluate(
+            parts.root, config.eval.dev_split, [Run(0, policy)], parts.pool, setup.episode_spec(config, keep_outputs=False),
+            seed=config.seed, name=f"dev{state.step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
+        )
+    )
+    row = summarise("dev", runs).values
+    return {f"eval_dev/{k}": v for k, v in row.items() if not math.isnan(v)} | {"time/eval_dev_s": time.monotonic() - started}
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses at start what would fail late or train something else than asked."""
+    rl, s = config.rl, config.sampler
+    check_sampling(s.temperature, s.top_k, s.top_p, old_logprobs=rl.old_logprobs)
+    if max(rl.row_tokens) < s.context:
+        raise ConfigError(f"rl.row_tokens={tuple(rl.row_tokens)}: the longest must hold a whole episode, sampler.context={s.context}")
+    if rl.steps < 1 or rl.group < 1 or rl.scenarios_per_step < 1:
+        raise ConfigError(f"rl.steps={rl.steps}, rl.group={rl.group}, rl.scenarios_per_step={rl.scenarios_per_step} must be at least 1")

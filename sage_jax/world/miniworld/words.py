@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import random
 
-FIRST = (
+
+def _words(*lines: str) -> tuple[str, ...]:
+    return tuple("".join(lines).split())
+
+
+FIRST = _words(
     "Ada Alan Alma Amos Anna Aron Beth Boris Brett Carl Cara Celia Cleo Colin Cora Dale Dana Daria Dirk Dora Edgar Edith "
     "Elena Elias Elsa Emil Enzo Erica Ezra Fabio Faye Felix Fiona Flora Frank Gail Gavin Gina Glenn Greta Hanna Heidi Hugo "
     "Ida Igor Ines Iris Ivan Jade Jana Jasper Joan Jonas Judy Julia Karl Kate Kira Kurt Laila Lars Lena Leo Linus Lola Luis "
     "Mabel Marco Maya Milo Mina Nadia Nils Nina Noel Nora Olga Omar Oscar Otto Paula Pedro Petra Pia Quinn Ralf Rhea Rita "
     "Rosa Ruben Sara Silas Simon Sonia Stella Sven Tara Theo Tessa Tina Tobias Ugo Una Uma Vera Vito Wanda Willa Xenia Yara "
     "Yusuf Zara Zeno Zoe"
-).split()
-LAST = (
+)
+LAST = _words(
     "Abbott Archer Bailey Barlow Becker Bennet Bishop Bolton Brandt Burton Calder Carver Castro Clarke Conley Cooper Crane "
     "Dalton Dawson Decker Dexter Draper Duncan Easton Ellis Farley Fisher Foster Fuller Garner Gibson Glover Graham Greene "
     "Hadley Harper Hayden Hewitt Holden Hopper Hunter Irving Jensen Jordan Keller Kemper Kramer Lawson Lennox Lowell Madden "
     "Malone Marsh Mercer Miller Morris Nelson Norton Olsen Osborn Parker Pastor Porter Potter Quimby Ramsey Reeves Ritter "
     "Rowley Sawyer Sexton Sharpe Slater Sutton Tanner Thorne Turner Tyler Vaughn Verner Walden Walker Warner Weaver Wilder "
     "Wright Yates Zeller"
-).split()
-ADJECTIVES = (
+)
+ADJECTIVES = _words(
     "Amber Ancient Arctic Autumn Bitter Blank Blazing Blue Bold Brass Brave Bright Broken Bronze Burning Calm Careful Cheap "
     "Clear Clever Cloudy Cold Copper Coral Cosmic Cozy Crimson Crooked Crystal Curious Daily Dancing Dark Deep Distant Double "
     "Dusty Early Easy Eastern Electric Empty Endless Faded Fading Famous Fancy Fast Final Foggy Forgotten Fragile Free Frozen "
@@ -35,8 +40,8 @@ ADJECTIVES = (
     "Slow Small Smooth Soft Solar Solid Sour Southern Spare Spicy Steady Stolen Stray Strong Sudden Sunny Sweet Swift Tall "
     "Tender Thin Tidal Tiny Tired Total Tropic True Twin Upper Urban Velvet Violet Vivid Wandering Warm Wasted Western White "
     "Wild Winter Wise Wooden Yellow Young"
-).split()
-NOUNS = (
+)
+NOUNS = _words(
     "Acorn Alley Anchor Angel Apple Arrow Ash Atlas Attic Avenue Badge Balloon Bamboo Banner Basket Bay Beach Beacon Bear "
     "Bell Berry Bird Bloom Boat Bottle Boulder Branch Breeze Brick Bridge Brook Bucket Butter Cabin Cactus Camera Candle "
     "Canyon Castle Cave Cedar Chain Chalk Chapel Cherry Circle Cliff Clock Cloud Clover Coast Comet Compass Corner Cotton "
@@ -49,14 +54,14 @@ NOUNS = (
     "Robin Rocket Roof Rope Rose Sail Salt Sand Shadow Shell Ship Signal Smoke Snow Song Spark Spider Spring Star Station "
     "Statue Stone Storm Street Summer Swan Table Temple Thunder Ticket Tiger Tower Train Tree Tulip Tunnel Turtle Valley "
     "Vase Village Violin Wagon Wall Wave Whale Wheel Willow Wind Window Wing Wolf Zebra"
-).split()
+)
 GENRES = ("rock", "jazz", "pop", "folk", "soul", "metal", "blues", "disco")
 TAGS = ("work", "home", "travel", "health", "ideas", "money", "school", "garden")
 RELATIONSHIPS = ("friend", "sibling", "parent", "coworker", "roommate", "neighbor")
-PURPOSES = (
+PURPOSES = _words(
     "lunch dinner rent taxi coffee tickets groceries pizza books gift petrol concert cinema snacks parking laundry museum "
     "flowers breakfast hotel"
-).split()
+)
 FOLDERS = ("documents", "downloads", "photos", "projects", "recipes", "travel")
 EXTENSIONS = ("txt", "md", "csv", "pdf", "log")
 DAY_NAMES = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")

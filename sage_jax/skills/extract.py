@@ -62,10 +62,8 @@ def digest(code: str) -> str:
 
 def extract(
     code_blocks: Sequence[tuple[int, str]],
+    origin: Origin,
     *,
-    task_id: str,
-    rollout: str,
-    position: int,
     created: float | None = None,
     preloaded: frozenset[str] = PRELOADED,
 ) -> Extraction:
@@ -73,7 +71,7 @@ def extract(
 
     Args:
       code_blocks: (turn, code) of the steps that did not fail, in the order in which they ran.
-      task_id, rollout, position: the origin; `position` is the 1-based place in the chain.
+      origin: of the episode; each skill gets the turn of its own block.
       created: seconds since the epoch; the present time if None.
       preloaded: names that every world offers besides builtins, `apis` and `requester`.
     """
@@ -96,7 +94,7 @@ def extract(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                skill = _skill(binding, space, preloaded, Origin(task_id, binding.turn, rollout, position), created)
+                skill = _skill(binding, space, preloaded, dataclasses.replace(origin, turn=binding.turn), created)
         except (_Reject, SyntaxError, ValueError, RecursionError) as e:
             rejected.append(Rejection(binding.name, binding.turn, str(e)))
         else:

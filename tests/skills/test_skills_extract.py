@@ -5,11 +5,13 @@ import textwrap
 import pytest
 
 from sage_jax.skills.extract import digest, extract
+from sage_jax.skills.record import Origin
+
+ORIGIN = Origin("abc1234_1", 0, "r0", 1)
 
 
 def run(*blocks, **kw):
-    kw = {"task_id": "abc1234_1", "rollout": "r0", "position": 1, "created": 5.0} | kw
-    return extract([(i, textwrap.dedent(b)) for i, b in enumerate(blocks)], **kw)
+    return extract([(i, textwrap.dedent(b)) for i, b in enumerate(blocks)], ORIGIN, created=5.0, **kw)
 
 
 def only(*blocks):
@@ -207,7 +209,7 @@ def test_a_step_that_does_not_parse_spoils_only_itself():
 
 
 def test_a_wholly_indented_block_is_dedented():
-    result = extract([(3, "    def f():\n        return 1\n")], task_id="t", rollout="r", position=2)
+    result = extract([(3, "    def f():\n        return 1\n")], Origin("t", 0, "r", 2))
     assert result.skills[0].source == "def f():\n    return 1"
     assert (result.skills[0].origin.turn, result.skills[0].origin.position) == (3, 2)
 

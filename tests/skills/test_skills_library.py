@@ -10,11 +10,12 @@ from sage_jax.agent.trajectory import End, Episode, Turn
 from sage_jax.skills import usage, verify
 from sage_jax.skills.extract import extract
 from sage_jax.skills.library import Library
+from sage_jax.skills.record import Origin
 from sage_jax.world.types import InstallVerdict
 
 
 def skills(code, position=1):
-    return extract([(0, code)], task_id=f"abc1234_{position}", rollout="r", position=position, created=1.0).skills
+    return extract([(0, code)], Origin(f"abc1234_{position}", 0, "r", position), created=1.0).skills
 
 
 def f(body, position=1):

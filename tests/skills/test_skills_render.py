@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from sage_jax.skills.extract import extract
+from sage_jax.skills.record import Origin
 from sage_jax.skills.render import fence, head, render
 
 
@@ -14,7 +15,7 @@ def words(text):
 
 
 def make(code):
-    return extract([(0, code)], task_id="t", rollout="r", position=1, created=0.0).skills
+    return extract([(0, code)], Origin("t", 0, "r", 1), created=0.0).skills
 
 
 def many(n, tail=""):

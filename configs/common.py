@@ -103,9 +103,31 @@ def base() -> ConfigDict:
     c.eval.greedy = True
     c.eval.scenarios = 0  # only the first N scenarios, 0: all
     c.eval.library = "chain"  # "chain" (skills of earlier tasks), "none", "reference" (a working skill is given)
+    c.eval.reuse = False  # evaluate only: what a working skill is worth, tasks 2 and 3 with and without it
     c.eval.dev_split = "dev"  # during training
     c.eval.every = 10  # steps; 0: never
     c.eval.keep_outputs = True  # official folder layout below workdir/experiments/outputs
+
+    c.collect = ConfigDict()
+    c.collect.split = "train"
+    c.collect.passes = 4  # times that every task is played
+    c.collect.modes = ConfigDict()  # relative frequency at a task without a usable skill
+    c.collect.modes.inline = 0.45
+    c.collect.modes.function = 0.35
+    c.collect.modes.lookup_function = 0.05
+    c.collect.modes.lookup_inline = 0.05
+    c.collect.modes.repair_function = 0.05
+    c.collect.modes.repair_inline = 0.05
+    c.collect.reuse = 1.0  # probability of calling a skill that is there
+    c.collect.train_failed_turns = False
+
+    c.run = ConfigDict()  # phases of sage_jax.train
+    c.run.name = "SAGE"  # row of the trained policy
+    c.run.start_name = "SFT"  # row of the policy it starts from
+    c.run.from_scratch = False  # collect and SFT first, live
+    c.run.base = True  # evaluate an untrained policy of the same shape too
+    c.run.start = True
+    c.run.splits = ("test_normal",)
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 1  # steps

@@ -115,6 +115,7 @@ async def run_chains(
     facts: Mapping[str, dict] | None = None,
     count: Callable[[str], int] = len,
     early_stop: tuple[int, float] | None = None,
+    experiment: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[Rollout]:
     """`group` rollouts of every chain, all at once. Returns them ordered by (chain, rollout).
@@ -124,7 +125,14 @@ async def run_chains(
       skills: chain index -> library at the start.
       keep: False: libraries do not grow.
       early_stop: (turn, share) or None.
+      experiment: engine output folder of all rollouts, for runs in which no task occurs twice; None gives each its own.
+
+    Raises:
+      ValueError: one output folder for a task that occurs twice.
     """
+    ids = [t.task_id for tasks in chains for t in tasks] * group
+    if experiment is not None and len(set(ids)) != len(ids):
+        raise ValueError(f"experiment {experiment!r}: a task occurs twice, so its outputs would overwrite each other")
     total = sum(len(c) for c in chains) * group
     done = 0
 
@@ -141,7 +149,7 @@ async def run_chains(
     jobs = [
         run_rollout(
             tasks, policy, worlds, spec, key=Key(seed, (*path, c, g)), chain=c, index=g, name=f"{name}/chain{c}/rollout{g}",
-            experiment=experiment_name(f"{name}/chain{c}/rollout{g}"), skills=(skills or {}).get(c, ()), keep=keep, facts=facts, count=count,
+            experiment=experiment or experiment_name(f"{name}/chain{c}/rollout{g}"), skills=(skills or {}).get(c, ()), keep=keep, facts=facts, count=count,
             early=early, on_episode=finished,
         )
         for c, tasks in enumerate(chains)

@@ -5,6 +5,7 @@ A chain is a function of (seed, step, scenario): the same for the rollouts of a 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -56,7 +57,7 @@ def source(config: ConfigDict, root: DataRoot) -> Callable[[int, str], list[Task
 def word_bigrams(text: str) -> frozenset[tuple[str, str]]:
     """Pairs of neighbouring lower-case words."""
     words = re.findall(r"\w+", text.lower())
-    return frozenset(zip(words, words[1:]))
+    return frozenset(itertools.pairwise(words))
 
 
 def jaccard(a: frozenset, b: frozenset) -> float:

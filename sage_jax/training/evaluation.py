@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from sage_jax.agent.chain import Progress, run_chains
+from sage_jax.agent.chain import Progress, experiment_name, run_chains
 from sage_jax.agent.episode import EpisodeSpec, Worlds
 from sage_jax.agent.policy import Policy
 from sage_jax.agent.trajectory import Episode
@@ -82,7 +82,8 @@ async def evaluate(
 
     jobs = [
         run_chains(
-            chains, 1, run.policy, worlds, spec, seed=seed, path=(run.index,), name=f"{name}/run{run.index}", skills=skills,
+            chains, 1, run.policy, worlds, spec, seed=seed, path=(run.index,), name=f"{name}/run{run.index}",
+            experiment=experiment_name(f"{name}/run{run.index}"), skills=skills,
             keep=library == "chain", facts=facts, count=count, on_progress=progress,
         )
         for run in runs

@@ -1,0 +1,18 @@
+"""Trains on a chat dataset: python -m sage_jax.sft --config=configs/sft_tiny.py --workdir=runs/sft (after sage_jax.collect)"""
+
+from sage_jax import entry
+
+
+def main(config, workdir):
+    from sage_jax.errors import ConfigError
+    from sage_jax.training.experiment import supervised
+
+    entry.write_config(config, workdir)
+    dataset = workdir / "dataset.jsonl"
+    if not dataset.exists():
+        raise ConfigError(f"{dataset} is missing: run `python -m sage_jax.collect` with the same --config and --workdir first")
+    print(f"policy: {supervised(config, dataset, workdir)}")
+
+
+if __name__ == "__main__":
+    entry.run(main, "sage_jax.sft")

@@ -1,0 +1,62 @@
+"""What `python -m sage_jax.evaluate` does: measure one policy, print its table by split and difficulty.
+
+With `config.eval.reuse=True` it measures what a working skill is worth instead: tasks 2 and 3 of every scenario without any
+library, and with the reference function of task 1, and prints both with the paired difference.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from sage_jax.entry import write_config
+from sage_jax.report.tables import breakdown, difference_text, first_line, paired_difference, rich_table, summarise
+from sage_jax.training import setup
+from sage_jax.training.arms import Arm, measure
+
+
+def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: str) -> None:
+    """Args: `split` and `policy` override the config's where they are not empty."""
+    write_config(config, workdir)
+    split = split or config.eval.split
+    root = setup.data_root(config)
+    loaded = None
+    source = policy or config.model.source
+    if source != "scripted":
+        loaded = setup.load_policy(config, source=source)
+        print(setup.describe(config, loaded))
+    name = Path(source).name if "/" in source else source
+    console = Console()
+    if config.eval.reuse:
+        without, given = (_with_library(config, workdir, root, loaded, f"{name}-{kind}", split, kind) for kind in ("none", "reference"))
+        without.runs[:] = [[e for e in run if e.position > 1] for run in without.runs]
+        rows = [
+            summarise("tasks 2 and 3 without a skill", without.runs, asked=given.asked, tasks_per_scenario=2),
+            summarise("tasks 2 and 3 with task 1's function", given.runs, asked=given.asked, tasks_per_scenario=2),
+        ]
+        console.print(rich_table(rows, title=f"what a skill is worth on {split}"))
+        d = paired_difference(without.runs, given.runs, "tgc", seed=0, tasks_per_scenario=2)
+        print(f"with - without: {difference_text(d)}")
+        _save(workdir, rows)
+        return
+    arm = measure(config, workdir, root, loaded, name, split)
+    rows = [summarise(arm.name, arm.runs, asked=arm.asked, split=arm.split), *breakdown(arm.name, arm.runs)[1:]]
+    print(first_line(rows[:1]))
+    console.print(rich_table(rows))
+    _save(workdir, rows)
+    if config.eval.keep_outputs:
+        print(f"Engine outputs, for `appworld evaluate`: {workdir}/experiments/outputs (APPWORLD_ROOT={workdir})")
+
+
+def _with_library(config: ConfigDict, workdir: Path, root, loaded, name: str, split: str, library: str) -> Arm:
+    c = config.copy_and_resolve_references()
+    c.eval.library = library
+    return measure(c, workdir, root, loaded, name, split)
+
+
+def _save(workdir: Path, rows) -> None:
+    value = [{"arm": r.arm, "split": r.split, "difficulty": r.difficulty, "runs": r.runs, **r.values} for r in rows]
+    (workdir / "summary.json").write_text(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,159 @@
+"""The main job: (collect, SFT,) evaluate the start, train, evaluate again, one table and one report.
+
+Each phase leaves its result on disk and is skipped when it is there, so that the same command resumes anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from sage_jax.entry import write_config
+from sage_jax.model.hf import save_hf
+from sage_jax.report.curves import write_curves
+from sage_jax.report.html import write_report
+from sage_jax.report.tables import METRICS, markdown, paired_difference, rich_table, summarise
+from sage_jax.sft.loop import run_sft
+from sage_jax.training import setup
+from sage_jax.training.arms import Arm, measure
+from sage_jax.training.collecting import collect
+from sage_jax.training.rl_loop import check, train
+from sage_jax.world.roots import DataRoot
+
+
+def run_experiment(config: ConfigDict, workdir: Path) -> None:
+    """Everything that `python -m sage_jax.train` does. Writes below workdir; prints a table at the end."""
+    check(config)
+    write_config(config, workdir)
+    phases = Phases(workdir)
+    with phases("mini world" if config.world.kind == "miniworld" else "data root"):
+        root = setup.data_root(config)
+    source = config.model.source
+    if config.run.from_scratch:
+        with phases("collect"):
+            dataset = collect(config, workdir / "sft")
+        with phases("sft"):
+            source = str(supervised(config, dataset, workdir / "sft"))
+    loaded = setup.load_policy(config, source=source)
+    print(setup.describe(config, loaded))
+
+    arms: list[Arm] = []
+    for split in config.run.splits:
+        if config.run.base:
+            with phases(f"evaluate base on {split}"):
+                arms.append(measure(config, workdir, root, setup.load_policy(config, source="random"), "base", split))
+        if config.run.start:
+            with phases(f"evaluate {config.run.start_name} on {split}"):
+                arms.append(measure(config, workdir, root, loaded, config.run.start_name, split))
+    name = config.run.name
+    final = workdir / "policy"
+    if not (final / "config.json").exists():
+        with phases("train"):
+            live = StepLines(config.rl.steps)
+            state = train(config, workdir, root, loaded, live)
+        save_hf(final, loaded.cfg, state.params, loaded.tokenizer, dtype="float32")
+        loaded = dataclasses.replace(loaded, params=state.params)
+    else:
+        print(f"train: {final} is there, used again")
+        loaded = setup.load_policy(config, source=str(final))
+    gc.collect()
+    for split in config.run.splits:
+        with phases(f"evaluate {name} on {split}"):
+            arms.append(measure(config, workdir, root, loaded, name, split))
+    report(config, workdir, root, arms, phases.seconds)
+
+
+def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:
+    """SFT from new weights on a chat dataset; returns the folder of the trained policy (made once)."""
+    folder = workdir / "policy"
+    if (folder / "config.json").exists():
+        print(f"sft: {folder} is there, used again")
+        return folder
+    loaded = setup.load_policy(config, source=config.sft.start)
+    params = run_sft(config, loaded, dataset, workdir)
+    save_hf(folder, loaded.cfg, params, loaded.tokenizer, dtype=config.sft.save_dtype)
+    return folder
+
+
+def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], seconds: dict[str, float]) -> None:
+    """table.md, curves.png, report.html, and the table in the terminal."""
+    order = ["base", config.run.start_name, config.run.name]
+    arms = sorted(arms, key=lambda a: (list(config.run.splits).index(a.split) if a.split in config.run.splits else 0, order.index(a.name)))
+    rows = [summarise(a.name, a.runs, asked=a.asked, split=a.split) for a in arms]
+    differences = []
+    for split in dict.fromkeys(a.split for a in arms):
+        pair = {a.name: a.runs for a in arms if a.split == split}
+        if config.run.start_name in pair and config.run.name in pair:
+            for metric in ("tgc", "sgc", "solved_with_skill"):
+                d = paired_difference(pair[config.run.start_name], pair[config.run.name], metric, seed=0)
+                differences.append((f"{split}: {config.run.name} - {config.run.start_name}", d))
+    text = markdown(rows, differences)
+    times = "\n".join(f"- {name}: {s:.0f} s" for name, s in seconds.items())
+    (workdir / "table.md").write_text(f"{text}\nSeconds of this run:\n{times}\n")
+    curves = write_curves(workdir / "metrics.jsonl", workdir / "curves.png")
+    write_report(
+        workdir / "report.html", title=f"{config.run.name} on {root.kind}", rows=rows, differences=differences, curves=curves,
+        episodes={f"{a.name} · {a.split}": a.runs[0] for a in arms}, training=sorted((workdir / "episodes" / "train").glob("*.jsonl")),
+        config=setup.digest(config),
+    )
+    console = Console()
+    console.print(rich_table(rows))
+    for label, d in differences:
+        console.print(f"{label}: {METRICS[d.metric][0]} {100 * d.mean:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]", highlight=False)
+    print(f"Report: {workdir}/report.html   curves: {workdir}/curves.png   metrics: {workdir}/metrics.jsonl")
+
+
+class Phases:
+    """Says what is running and how long it took; totals over resumed runs are kept in workdir/seconds.json."""
+
+    def __init__(self, workdir: Path):
+        self._path = workdir / "seconds.json"
+        self.seconds: dict[str, float] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def __call__(self, name: str) -> Phases:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+        print(f"== {self._name}", flush=True)
+
+    def __exit__(self, *_) -> None:
+        took = time.monotonic() - self._started
+        self.seconds[self._name] = round(self.seconds.get(self._name, 0.0) + took, 1)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.seconds, indent=1) + "\n")
+        temporary.replace(self._path)
+        print(f"== {self._name}: {took:.1f} s", flush=True)
+
+
+class StepLines:
+    """One line a step: what a person watching wants to know, with the time left."""
+
+    def __init__(self, steps: int):
+        self._steps, self._started, self._first = steps, time.monotonic(), None
+
+    def __call__(self, step: int, m: dict) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step
+            self._started = now - m["time/step_s"]
+        left = (now - self._started) / (step + 1 - self._first) * (self._steps - step - 1)
+        dev = f"  dev SGC {m['eval_dev/sgc']:.0%}" if "eval_dev/sgc" in m else ""
+        print(
+            f"step {step + 1:>3}/{self._steps}  reward {m.get('reward/mean', float('nan')):+.3f}  success {m.get('success/mean', float('nan')):4.0%}"
+            f"  skill use {m.get('skill/called_share', 0.0):4.0%}  {m['time/tokens_per_s']:5.0f} tokens/s  {m['time/step_s']:5.1f} s"
+            f"  {_minutes(left)} left{dev}",
+            file=sys.stdout, flush=True,
+        )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,220 @@
+"""The warm parent of all worlds: a process that imported the engine once and forks one child a world or evaluation.
+
+Started as a fresh interpreter (`python -m sage_jax.world.forkserver FD`), never forked from the trainer: no jax, one
+thread, no credentials. The trainer speaks to it over a socket of whole messages (JSON); a request to spawn carries
+the child's end of that child's own channel. Each child is the leader of its own session, is killed with the server
+(parent-death signal) and with the trainer (the server sees the socket close, or its parent change), and whatever it
+leaves behind is adopted and killed by the server, also what left the child's process group.
+
+Trainer -> server: {op: start, root, task_id, scratch} {op: spawn, id, role, spec, memory_bytes} + descriptor,
+{op: kill, id}, {op: quit}. Server -> trainer: {event: ready}, {event: failed, error}, {event: spawned, id, pid},
+{event: exit, id, status} with the status as `waitpid` gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import traceback
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MESSAGE_BYTES = 1 << 18
+_libc = ctypes.CDLL(None, use_errno=True)
+_exit = os._exit  # while agent code runs, the engine replaces the one in `os` by a function that does nothing
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    first = json.loads(control.recv(_MESSAGE_BYTES))
+    try:
+        os.environ["APPWORLD_ROOT"] = first["root"]
+        os.chdir(first["root"])
+        from sage_jax.world import engine, judge, worker  # noqa: F401  (children inherit the imports)
+
+        engine.warm(first["task_id"])
+    except BaseException:
+        control.send(json.dumps({"event": "failed", "error": traceback.format_exc()[-4000:]}).encode())
+        return
+    shutil.rmtree(os.path.join(first["root"], "experiments", "outputs", "warming"), ignore_errors=True)
+    _Server(control, first["scratch"]).serve()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, scratch: str):
+        self.control = control
+        self.scratch = scratch
+        self.children: dict[int, int] = {}  # pid -> id
+        self.trainer = os.getppid()
+        self.wake, wake = socket.socketpair()
+        self.wake.setblocking(False)
+        wake.setblocking(False)
+        self._wake_writer = wake
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def serve(self) -> None:
+        """Serves until the trainer is gone or says quit; leaves no process and, on a trainer's death, no file."""
+        self._tell(event="ready")
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            self._end_all()
+
+    def _serve_once(self) -> bool:
+        ready, _, _ = select.select([self.control, self.wake], [], [], 1.0)
+        if self.wake in ready:
+            self.wake.recv(4096)
+        self._reap()
+        if self.control not in ready:
+            if os.getppid() == self.trainer:
+                return True
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            return False
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE_BYTES, 1)
+        except ConnectionError:
+            data = b""
+        if not data:  # the trainer died, or it closed without a word
+            self._end_all()
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            return False
+        message = json.loads(data)
+        if message["op"] == "quit":
+            return False
+        if message["op"] == "kill":
+            for pid, id in self.children.items():
+                if id == message["id"]:
+                    _kill_group(pid)
+        elif message["op"] == "spawn":
+            self._spawn(message, descriptors[0])
+        return True
+
+    def _tell(self, **message) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone: the next receive says so and ends the loop
+            self.control.send(json.dumps(message).encode())
+
+    def _spawn(self, message: dict, descriptor: int) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                self._become_child(server, descriptor, message["memory_bytes"])
+                _live(message["role"], message["spec"], descriptor)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                _exit(status)
+        os.close(descriptor)
+        self.children[pid] = message["id"]
+        self._tell(event="spawned", id=message["id"], pid=pid)
+
+    def _become_child(self, server: int, descriptor: int, memory_bytes: int) -> None:
+        os.setsid()
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != server:
+            _exit(1)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self.control.close()
+        self.wake.close()
+        self._wake_writer.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(null, standard)
+        os.closerange(3, descriptor)
+        os.closerange(descriptor + 1, 1 << 16)
+        data = _data_bytes() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def _reap(self) -> None:
+        while True:
+            while True:
+                try:
+                    pid, status = os.waitpid(-1, os.WNOHANG)
+                except ChildProcessError:
+                    return
+                if pid == 0:
+                    break
+                id = self.children.pop(pid, None)
+                if id is not None:
+                    _kill_leftovers(pid)
+                    self._tell(event="exit", id=id, status=status)
+            # Descendants of dead children are ours now. A living child's own children are not listed here.
+            orphans = [pid for pid in _own_children() if pid not in self.children]
+            for pid in orphans:
+                _kill(pid)
+            if not orphans:
+                return
+            select.select([], [], [], 0.001)  # they are dying; their own children arrive next
+
+    def _end_all(self) -> None:
+        while self.children:
+            for pid in self.children:
+                _kill_group(pid)
+            select.select([], [], [], 0.002)
+            self._reap()
+
+
+def _live(role: str, spec: dict, descriptor: int) -> None:
+    from sage_jax.world import judge, protocol, worker
+
+    channel = socket.socket(fileno=descriptor)
+    if role == "world":
+        worker.run(channel, spec)
+        return
+    try:
+        reply = judge.run(spec)
+    except Exception:
+        reply = {"error": traceback.format_exc()[-4000:]}
+    protocol.send(channel, reply)
+
+
+def _data_bytes() -> int:
+    """Private writable memory of this process, in bytes, which is what RLIMIT_DATA bounds."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status names no VmData")
+
+
+def _own_children() -> list[int]:
+    pid = os.getpid()
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        return [int(word) for word in children.read().split()]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself in between
+        os.kill(pid, signal.SIGKILL)
+
+
+def _kill_group(pid: int) -> None:
+    """For a child that was not reaped, so that its number is still its own."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        _kill(pid)  # it does not lead a group yet
+
+
+def _kill_leftovers(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it left nothing behind in its group
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

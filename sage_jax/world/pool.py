@@ -1,0 +1,335 @@
+"""The executor pool: AppWorld worlds in processes of their own, opened and driven from the trainer's event loop.
+
+    async with WorldPool(root, limits=Limits(), outputs=None, max_open=8) as pool:
+        world = await pool.open("4ec8de5_1", experiment="demo", keep=False)
+        step = await world.execute("print(apis.supervisor.show_profile())")
+        judgement = await world.evaluate()
+        await world.close()
+
+Whose fault: what the agent's code does to its own process inside `execute` (exit, signal, memory, time) is a failed
+step, and `world_lost` where no further step is possible. Everything else that goes wrong raises an
+InfrastructureError, and the pool stays usable: a lost fork server is replaced at the next opening.
+
+What this version does not protect against: the code runs with the rights of the trainer's user. It can read any file
+that this user can, ground truth included, and signal its processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_jax.errors import ConfigError, JudgeError, WorkerDied, WorkerTimeout, WorldOpenError
+from sage_jax.world import protocol
+from sage_jax.world.outputs import Outputs, Place
+from sage_jax.world.server import Child, ChildDied, ChildTimeout, ForkServer, describe_status
+from sage_jax.world.types import InstallVerdict, Judgement, StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one world may take. Seconds are real time, measured in the trainer."""
+
+    start_s: float = 180.0  # warming a fork server
+    open_s: float = 60.0
+    execute_s: float = 60.0  # after this the code is interrupted; the step failed, the world lives on
+    grace_s: float = 5.0  # after this much more it is killed, and the world is lost
+    install_s: float = 20.0  # each skill
+    evaluate_s: float = 120.0
+    close_s: float = 10.0
+    memory_mb: int = 1024  # MiB of private memory on top of what the warm server had
+    output_chars: int = 100_000  # of one step; head and tail are kept
+    open_retries: int = 3
+    judge_retries: int = 1
+
+
+class WorldPool:
+    """See the module's text.
+
+    Args:
+      root: the folder that holds `data/`.
+      limits: see Limits.
+      outputs: folder for the worlds opened with `keep=True`; None: a temporary one, removed at close.
+      max_open: worlds open at once; further openings wait in order.
+    """
+
+    def __init__(self, root: Path, *, limits: Limits, outputs: Path | None, max_open: int):
+        if max_open < 1:
+            raise ConfigError(f"max_open={max_open}: at least one world must be allowed")
+        self.limits = limits
+        self.max_open = max_open
+        self._root, self._kept = Path(root), outputs
+        self._outputs: Outputs | None = None
+        self._server: ForkServer | None = None
+        self._worlds: set[PoolWorld] = set()
+        self._slots = asyncio.Semaphore(max_open)
+        self._judges = asyncio.Semaphore(max(1, min(max_open, os.cpu_count() or 1)))
+        self._restarting = asyncio.Lock()
+        self.server_starts = 0  # more than one: a fork server was lost
+
+    async def __aenter__(self) -> WorldPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.close()
+
+    @property
+    def outputs(self) -> Path:
+        """The folder that holds what is kept: an engine root."""
+        return self._outputs.kept
+
+    @property
+    def server_pid(self) -> int:
+        """Process of the fork server."""
+        return self._server.pid
+
+    async def start(self) -> None:
+        """Starts the fork server.
+
+        Raises:
+          DataRootError, ConfigError: the folders are not usable.
+          WorldOpenError: the server does not come up.
+        """
+        if self._outputs is not None:
+            raise RuntimeError("the pool was started before")
+        self._outputs = Outputs(self._root, self._kept)
+        try:
+            await self._live_server()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends every world and the server, removes temporary files. Harmless when done twice."""
+        for world in list(self._worlds):
+            await world.close()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close(self.limits.close_s)
+        if self._outputs is not None:
+            await asyncio.to_thread(self._outputs.remove)
+
+    async def open(self, task_id: str, *, experiment: str, keep: bool) -> PoolWorld:
+        """Opens a world; waits while `max_open` are open.
+
+        Args:
+          keep: leave the engine's files in `outputs/experiments/outputs/<experiment>/tasks/<task_id>`; with False,
+            `experiment` is not used and nothing is left.
+
+        Raises:
+          ConfigError: unknown task, or the kept folder is in use.
+          WorldOpenError: it failed `open_retries` times more than once.
+        """
+        if self._outputs is None:
+            raise RuntimeError("the pool is not started: await pool.start(), or use 'async with'")
+        await self._slots.acquire()
+        try:
+            place = self._outputs.take(task_id, experiment, keep)
+            try:
+                child = await self._open_child(place)
+            except BaseException:
+                await asyncio.to_thread(self._outputs.give_back, place)
+                raise
+        except BaseException:
+            self._slots.release()
+            raise
+        world = PoolWorld(self, place, child)
+        self._worlds.add(world)
+        return world
+
+    async def _open_child(self, place: Place) -> Child:
+        limits = self.limits
+        spec = {**dataclasses.asdict(place), "output_chars": limits.output_chars}
+        frame_bytes = 12 * limits.output_chars + (1 << 20)  # an escape of JSON takes up to 12 bytes
+        reason = ""
+        for _ in range(limits.open_retries + 1):
+            child = None
+            try:
+                server = await self._live_server()
+                child = await server.spawn("world", spec, limits.memory_mb << 20, frame_bytes)
+                reply = await child.call(None, limits.open_s)
+                if "error" not in reply:
+                    return child
+                reason = reply["error"]
+            except (ChildDied, ChildTimeout, protocol.FrameError, WorldOpenError) as error:
+                reason = str(error)
+            except BaseException:
+                if child is not None:
+                    await child.end(limits.close_s)
+                raise
+            if child is not None:
+                await child.end(limits.close_s)
+        raise WorldOpenError(f"task {place.task_id} could not be opened in {limits.open_retries + 1} tries; the last: {reason}")
+
+    async def _live_server(self) -> ForkServer:
+        async with self._restarting:
+            if self._server is None or self._server.lost:
+                if self._server is not None:
+                    await self._server.close(self.limits.close_s)
+                self._server = ForkServer(self._outputs)
+                self.server_starts += 1
+                await self._server.start(self.limits.start_s)
+            return self._server
+
+    async def _judge(self, place: Place) -> Judgement:
+        limits = self.limits
+        reason = ""
+        for _ in range(limits.judge_retries + 1):
+            async with self._judges:
+                try:
+                    server = await self._live_server()
+                    child = await server.spawn("judge", dataclasses.asdict(place), limits.memory_mb << 20, 1 << 26)
+                except WorldOpenError as error:
+                    reason = str(error)
+                    continue
+                try:
+                    reply = await child.call(None, limits.evaluate_s)
+                except (ChildDied, ChildTimeout, protocol.FrameError) as error:
+                    reason = str(error)
+                    continue
+                finally:
+                    await child.end(limits.close_s)
+            if "error" not in reply:
+                return Judgement(**{**reply, "passes": tuple(reply["passes"]), "failures": tuple(reply["failures"])})
+            reason = reply["error"]
+        raise JudgeError(f"task {place.task_id} could not be scored: {reason}")
+
+    async def _release(self, world: PoolWorld) -> None:
+        self._worlds.discard(world)
+        await asyncio.to_thread(self._outputs.give_back, world.place)
+        self._slots.release()
+
+
+class PoolWorld:
+    """One open world (`World` of `types`). One call at a time."""
+
+    def __init__(self, pool: WorldPool, place: Place, child: Child):
+        self.task_id = place.task_id
+        self.place = place
+        self._pool, self._child = pool, child
+        self._lost = False
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process of the world."""
+        return self._child.pid
+
+    async def install(self, skills: Sequence) -> list[InstallVerdict]:
+        """Defines skills in the world's namespace, in order; each has `.id`, `.name` and `.code`.
+
+        Raises:
+          WorkerDied, WorkerTimeout
+        """
+        seconds = self._pool.limits.install_s
+        texts = [{"id": skill.id, "name": skill.name, "code": skill.code} for skill in skills]
+        if not texts:
+            return []
+        whole = seconds * len(texts) + self._pool.limits.grace_s
+        reply = await self._call("install", whole, skills=texts, seconds=seconds)
+        return [InstallVerdict(skill.id, not reason, reason) for skill, reason in zip(skills, reply["reasons"])]
+
+    async def execute(self, code: str) -> StepResult:
+        """Runs one block of code. A step that ends the world is a result, not an exception.
+
+        `skill_calls` names each skill once, in the order of their first return.
+
+        Raises:
+          WorkerDied: the world was gone before, or the fork server was lost with it.
+        """
+        limits = self._pool.limits
+        self._check_open()
+        start = time.perf_counter()
+        try:
+            reply = await self._child.call(
+                {"op": "execute", "code": code, "seconds": limits.execute_s}, limits.execute_s + limits.grace_s
+            )
+            return StepResult(
+                text=str(reply["text"]),
+                failed=bool(reply["failed"]),
+                completed=bool(reply["completed"]),
+                skill_calls=tuple(str(id) for id in reply["skill_calls"]),
+                dropped=int(reply["dropped"]),
+                seconds=time.perf_counter() - start,
+                limit=reply["limit"],
+            )
+        except ChildTimeout:
+            limit, text = "time", f"Execution timed out after {limits.execute_s:g} seconds, and could not be interrupted."
+        except ChildDied as error:
+            self._lost = True
+            if error.status is None:
+                raise WorkerDied(f"world of task {self.task_id}: {error}") from error
+            limit = "signal" if os.WIFSIGNALED(error.status) else "exit"
+            text = f"The code ended its own process: {error}."
+        except (protocol.FrameError, KeyError, TypeError, ValueError):
+            limit, text = "protocol", "The code broke the channel of its own process."
+        self._lost = True
+        self._child.kill()
+        return StepResult(
+            text=f"Execution failed. Traceback:\n{text} The environment is lost.",
+            failed=True,
+            completed=False,
+            skill_calls=(),
+            dropped=0,
+            seconds=time.perf_counter() - start,
+            limit=limit,
+            world_lost=True,
+        )
+
+    async def completed(self) -> bool:
+        """Whether complete_task has been accepted."""
+        return (await self._call("completed", self._pool.limits.evaluate_s))["completed"]
+
+    async def evaluate(self) -> Judgement:
+        """Saves the state and has it scored in another process.
+
+        A world that its code has ended is scored by what it saved last: with keep the last whole step, else the
+        state in which it was opened.
+
+        Raises:
+          WorkerDied, WorkerTimeout, JudgeError
+        """
+        if not self._lost:
+            await self._call("save", self._pool.limits.evaluate_s)
+        elif self._closed:
+            self._check_open()
+        return await self._pool._judge(self.place)
+
+    async def close(self) -> None:
+        """Ends the process and frees the place. Harmless when done twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._child.end(self._pool.limits.close_s)
+        finally:
+            await self._pool._release(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the world of task {self.task_id} is closed")
+        if self._lost:
+            raise WorkerDied(f"the world of task {self.task_id} was lost in an earlier step")
+        if self._child.ended.done():
+            raise WorkerDied(f"world of task {self.task_id}: {describe_status(self._child.ended.result())}")
+
+    async def _call(self, operation: str, seconds: float, **arguments) -> dict:
+        self._check_open()
+        try:
+            return await self._child.call({"op": operation, **arguments}, seconds)
+        except ChildTimeout as error:
+            self._lost = True
+            self._child.kill()
+            raise WorkerTimeout(f"{operation} in the world of task {self.task_id}: {error}") from error
+        except ChildDied as error:
+            self._lost = True
+            raise WorkerDied(f"{operation} in the world of task {self.task_id}: {error}") from error
+        except protocol.FrameError as error:
+            self._lost = True
+            self._child.kill()
+            raise WorkerDied(f"{operation} in the world of task {self.task_id}: {error}") from error

@@ -1,0 +1,77 @@
+"""How the trainer and its world processes talk: frames of JSON with a length before them, and nothing else.
+
+No pickle ever crosses this border, because one side of it runs model-written code. A frame is four bytes of
+length (big endian) and that many bytes of ASCII JSON (lone surrogates travel as escapes). A reader states the
+largest frame that it takes: a process that announces more is treated as broken, not obeyed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+
+_LENGTH = struct.Struct(">I")
+
+
+class FrameError(Exception):
+    """The other side sent something that is no frame: too long, cut off, or not a JSON object."""
+
+
+def encode(message: dict) -> bytes:
+    """One frame."""
+    body = json.dumps(message).encode("ascii")
+    return _LENGTH.pack(len(body)) + body
+
+
+def _decode(body: bytes) -> dict:
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise FrameError(f"a frame of {len(body)} bytes is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise FrameError(f"a frame holds a {type(message).__name__}, not an object")
+    return message
+
+
+def send(channel: socket.socket, message: dict) -> None:
+    """Blocking send, for the process side."""
+    channel.sendall(encode(message))
+
+
+def receive(channel: socket.socket) -> dict | None:
+    """Blocking receive, for the process side; None when the other side has closed."""
+    head = _read_exactly(channel, _LENGTH.size)
+    if head is None:
+        return None
+    body = _read_exactly(channel, _LENGTH.unpack(head)[0])
+    if body is None:
+        raise FrameError("the channel closed inside a frame")
+    return _decode(body)
+
+
+def _read_exactly(channel: socket.socket, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = channel.recv(min(size, 1 << 20))
+        if not part:
+            if parts:
+                raise FrameError("the channel closed inside a frame")
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> dict:
+    """The next frame, for the trainer's side.
+
+    Raises:
+      FrameError: the frame is longer than `max_bytes`, or not a JSON object.
+      asyncio.IncompleteReadError: the other side closed.
+    """
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > max_bytes:
+        raise FrameError(f"a frame of {size} bytes was announced, at most {max_bytes} are taken")
+    return _decode(await reader.readexactly(size))

@@ -28,7 +28,7 @@ def base() -> ConfigDict:
     c.model = ConfigDict()
     c.model.source = "bundled"  # "bundled", "random" (preset + tokenizer), or a Hugging Face folder
     c.model.preset = "tiny"  # used by "random"
-    c.model.tokenizer = "bundled"  # used by "random": "bundled", a folder, or a SentencePiece .model file
+    c.model.tokenizer = "bundled"  # used by "random": "bundled", a folder, a SentencePiece .model file, "workdir" (made by collect)
     c.model.dtype = "float32"  # compute; master weights are float32
     c.model.remat = False
 
@@ -111,6 +111,8 @@ def base() -> ConfigDict:
     c.collect = ConfigDict()
     c.collect.split = "train"
     c.collect.passes = 4  # times that every task is played
+    c.collect.plain_passes = 1  # further times with the plain agent's prompt and without functions
+    c.collect.vocab_size = 0  # of a tokenizer to train on what was collected; 0: none
     c.collect.modes = ConfigDict()  # relative frequency at a task without a usable skill
     c.collect.modes.inline = 0.45
     c.collect.modes.function = 0.35

@@ -1,7 +1,7 @@
 """Verified demonstrations: reference solutions played through the episode code, judged, and written as a chat dataset.
 
-In: a root with references, a pool. Out: `dataset.jsonl` (one conversation a line) and `collect.json` (what was asked, kept
-and refused, by mode). Only episodes that the judge passes are kept; a refused one is counted, never repaired by hand.
+In: a root with references, a pool. Out: `dataset.jsonl` (one conversation a line), with `vocab_size` a tokenizer trained on
+it, and `collect.json` (what was asked, kept and refused, by mode). Only episodes that the judge passes are kept; a refused one is counted, never repaired by hand.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sage_jax.report.progress import bar
 from sage_jax.sft.dataset import write_dataset
 from sage_jax.training import setup
 from sage_jax.training.data import draw_chain
+from sage_jax.training.vocabulary import train_tokenizer
 
 
 def collect(config: ConfigDict, workdir: Path) -> Path:
@@ -46,6 +47,8 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
     if not records:
         raise SageError("collect: no episode passed the judge, so there is nothing to learn from. The counts: " + json.dumps(tally))
     write_dataset(path, records)
+    if c.vocab_size:
+        train_tokenizer(path, root, c.vocab_size).save(workdir / "tokenizer")
     text = {"episodes": len(episodes), "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
     temporary = summary.with_suffix(".tmp")
     temporary.write_text(json.dumps(text, indent=1) + "\n")
@@ -75,12 +78,15 @@ async def _collect(config: ConfigDict, root) -> list[Episode]:
     c = config.collect
     groups = root.scenarios(c.split)
     facts = setup.scripts(root, [t for ids in groups.values() for t in ids])
-    spec = setup.episode_spec(config, keep_outputs=False)
+    modes = c.modes.to_dict()
+    inline = {m: w for m, w in modes.items() if m.endswith("inline")}
+    passes = [("skill", modes)] * c.passes + [("plain", inline)] * c.plain_passes
     episodes: list[Episode] = []
     async with setup.world_pool(config, root, None) as pool:
-        with bar("collect", c.passes * sum(map(len, groups.values()))) as advance:
-            for number in range(c.passes):
-                policy = ScriptedPolicy(c.modes.to_dict(), reuse=c.reuse, seed=config.seed)
+        with bar("collect", len(passes) * sum(map(len, groups.values()))) as advance:
+            for number, (kind, weights) in enumerate(passes):
+                policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed)
+                spec = setup.episode_spec(config, keep_outputs=False, kind=kind)
                 chains = [
                     [root.task(t) for t in draw_chain(config.seed, number, scenario, ids, len(ids))] for scenario, ids in groups.items()
                 ]
@@ -89,7 +95,7 @@ async def _collect(config: ConfigDict, root) -> list[Episode]:
                     advance(passed=bool(p.episode.s))
 
                 rollouts = await run_chains(
-                    chains, 1, policy, pool, spec, seed=config.seed, path=(number,), name=f"collect/pass{number}", facts=facts,
+                    chains, 1, policy, pool, spec, seed=config.seed, path=(number,), name=f"collect/pass{number}/{kind}", facts=facts,
                     on_progress=progress,
                 )
                 episodes += [e for r in rollouts for e in r.episodes]

@@ -13,7 +13,14 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from sage_jax.entry import write_config
-from sage_jax.report.tables import breakdown, difference_text, first_line, paired_difference, rich_table, summarise
+from sage_jax.report.tables import (
+    breakdown,
+    difference_text,
+    first_line,
+    paired_difference,
+    rich_table,
+    summarise,
+)
 from sage_jax.training import setup
 from sage_jax.training.arms import Arm, measure
 

@@ -48,7 +48,7 @@ def run_experiment(config: ConfigDict, workdir: Path) -> None:
     for split in config.run.splits:
         if config.run.base:
             with phases(f"evaluate base on {split}"):
-                arms.append(measure(config, workdir, root, setup.load_policy(config, source="random"), "base", split))
+                arms.append(measure(config, workdir, root, _untrained(config, workdir), "base", split))
         if config.run.start:
             with phases(f"evaluate {config.run.start_name} on {split}"):
                 arms.append(measure(config, workdir, root, loaded, config.run.start_name, split))
@@ -76,10 +76,14 @@ def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:
     if (folder / "config.json").exists():
         print(f"sft: {folder} is there, used again")
         return folder
-    loaded = setup.load_policy(config, source=config.sft.start)
+    loaded = setup.load_policy(config, source=config.sft.start, tokenizer_folder=dataset.parent / "tokenizer")
     params = run_sft(config, loaded, dataset, workdir)
     save_hf(folder, loaded.cfg, params, loaded.tokenizer, dtype=config.sft.save_dtype)
     return folder
+
+
+def _untrained(config: ConfigDict, workdir: Path) -> setup.Loaded:
+    return setup.load_policy(config, source="random", tokenizer_folder=workdir / "sft" / "tokenizer")
 
 
 def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], seconds: dict[str, float]) -> None:

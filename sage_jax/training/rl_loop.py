@@ -141,7 +141,6 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     # One clipped update on the sampled tokens, or several on mini-batches of whole rollouts.
     samples = _samples(rollouts, advantages)
     shapes = [RowShape(rl.rows, length) for length in rl.row_tokens]
-    parts.engine.drop_params()  # the update donates the parameters: nobody else may hold them
     mini_batches = split_by_rollout(samples, rl.mini_batches, seed=config.seed + step)
     packed = [pack(part, shapes, normaliser=rl.normaliser, constant=rl.constant) for part in mini_batches]
     state, update = parts.update(state, packed)

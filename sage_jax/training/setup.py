@@ -61,8 +61,10 @@ def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> Worl
     return WorldPool(root.path, limits=limits, outputs=outputs, max_open=w.max_open)
 
 
-def load_policy(config: ConfigDict, *, source: str | None = None) -> Loaded:
+def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_folder: Path | None = None) -> Loaded:
     """Weights on the mesh: the bundled ones, a Hugging Face folder, or new ones from a preset and the seed.
+
+    `tokenizer_folder` is what model.tokenizer="workdir" means, for new weights.
 
     Raises:
       ConfigError: a source that is neither a known word nor a folder; a mesh that the devices cannot form.
@@ -71,7 +73,11 @@ def load_policy(config: ConfigDict, *, source: str | None = None) -> Loaded:
     source = source or m.source
     mesh = make_mesh({"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor})
     if source == "random":
-        tokenizer = load_tokenizer(BUNDLED if m.tokenizer == "bundled" else Path(m.tokenizer))
+        places = {"bundled": BUNDLED, "workdir": tokenizer_folder}
+        folder = places.get(m.tokenizer, Path(m.tokenizer).expanduser())
+        if folder is None:
+            raise ConfigError("model.tokenizer='workdir' has no meaning here; give 'bundled', a folder or a SentencePiece file")
+        tokenizer = load_tokenizer(folder)
         rows = -(-tokenizer.vocab_size // 32) * 32  # padded, so that it divides over a mesh
         cfg = dataclasses.replace(preset(m.preset), vocab_size=rows, dtype=m.dtype, remat=m.remat)
         graphdef, params = create_params(cfg, mesh, config.seed)
@@ -100,11 +106,12 @@ def jax_policy(config: ConfigDict, engine: Engine, loaded: Loaded, *, temperatur
     )
 
 
-def episode_spec(config: ConfigDict, *, keep_outputs: bool) -> EpisodeSpec:
+def episode_spec(config: ConfigDict, *, keep_outputs: bool, kind: str | None = None) -> EpisodeSpec:
+    """The rules of an episode; `kind` overrides the config's agent."""
     a = config.agent
     return EpisodeSpec(
         prompt=PromptSpec(
-            agent=a.kind, style=a.style, demonstrations=a.demonstrations, skill_tokens=a.skill_tokens, skill_style=a.skill_style,
+            agent=kind or a.kind, style=a.style, demonstrations=a.demonstrations, skill_tokens=a.skill_tokens, skill_style=a.skill_style,
             observation_chars=a.observation_chars, reminder=a.reminder,
         ),
         max_turns=a.max_turns, max_no_code_turns=a.max_no_code_turns, episode_tokens=a.episode_tokens,

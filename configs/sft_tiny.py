@@ -1,0 +1,22 @@
+"""The recipe of the bundled policy: verified demonstrations of the train scenarios, then SFT from new weights.
+
+python -m sage_jax.collect --config=configs/sft_tiny.py --workdir=runs/sft_tiny
+python -m sage_jax.sft --config=configs/sft_tiny.py --workdir=runs/sft_tiny
+"""
+
+from configs import common
+
+
+def get_config(arg=None):
+    c = common.base()
+    c.model.source = "random"
+    c.model.tokenizer = "workdir"  # trained by `collect` on the collected text
+    c.collect.vocab_size = 640
+    return common.with_arg(c, arg, runlocal=runlocal)
+
+
+def runlocal(c):
+    c.world.scenarios = 12
+    c.collect.passes = 1
+    c.sft.steps = 5
+    c.sft.batch = 8

@@ -1,0 +1,464 @@
+"""The slot engine: many conversations, a fixed number of cache rows, one thread that extends and decodes.
+
+Owns the cache, which conversation holds which slot, and the order of device calls. A conversation keeps its slot and its
+cached keys between its requests until `release`; conversations beyond the slots wait in order of arrival. The last id
+of a conversation is never in the cache: it is fed with what follows (`kernels.py`).
+
+What a request gets depends on its own ids, settings and key alone (bit for bit in float32 on one machine): chunks of its
+prompt come from its own length, decode always runs all slots, noise is a function of the key and the token's index.
+
+Not here: texts and messages (the agent's `JaxPolicy`), eviction of idle slots, caches that grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sage_jax.errors import ConfigError, InfrastructureError, SamplingError
+from sage_jax.model.config import ModelConfig
+from sage_jax.model.qwen import Policy, make_cache
+from sage_jax.sampling import kernels
+from sage_jax.sampling.automaton import ByteAutomaton, compile_for
+from sage_jax.sampling.request import MAX_STOP_IDS, NoiseKey, Result, Sampling, checked_ids, key_data
+from sage_jax.sampling.stats import Stats
+
+GATHER_S = 0.002  # an idle engine waits this long for the rest of a burst before it starts with a single row
+
+
+@dataclasses.dataclass
+class _Conversation:
+    uid: str
+    slot: int | None = None
+    length: int = 0  # keys in the cache
+    tail: list[int] = dataclasses.field(default_factory=list)  # known ids whose keys are not in the cache
+    job: _Job | None = None
+
+
+@dataclasses.dataclass
+class _Job:
+    ids: list[int]
+    sampling: Sampling
+    key: np.ndarray
+    future: concurrent.futures.Future
+    submitted: float
+    before: tuple[int, list[int]] = (0, [])  # the conversation's length and tail, restored if the request is cancelled
+    prompt: int = 0
+    cached: int = 0
+    limit: int = 0
+    extended: bool = False
+    state: int = 0
+    out: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # float32 [n, 2]
+    versions: list[int] = dataclasses.field(default_factory=list)
+
+
+class Engine:
+    """See the module. All methods may be called from any thread.
+
+    Args:
+      graphdef, cfg: of the policy; its weights come with `set_params`.
+      mesh: where weights and cache live; None for the default device.
+      tokenizer: `vocab_size` real ids (those at or above it are banned) and `token_bytes` for automata.
+      slots: conversations that can be live at once (B). context: cache positions of each, sampled ids included (S).
+      extend_buckets: lengths to which chunks of a prompt are padded; longer prompts go in chunks of the largest.
+      decode_chunk: tokens per row between two looks at the queue.
+    """
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        cfg: ModelConfig,
+        mesh: Mesh | None,
+        tokenizer,
+        *,
+        slots: int,
+        context: int,
+        extend_buckets: Sequence[int],
+        decode_chunk: int,
+    ):
+        for name, value in (("slots", slots), ("context", context - 1), ("decode_chunk", decode_chunk), ("extend_buckets", len(extend_buckets))):
+            if value < 1:
+                raise ConfigError(f"{name} is too small: slots, decode_chunk and extend_buckets need at least 1, context at least 2")
+        if min(extend_buckets) < 1:
+            raise ConfigError(f"extend_buckets={tuple(extend_buckets)} must be at least 1")
+        if tokenizer.vocab_size > cfg.vocab_size:
+            raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids and the policy only {cfg.vocab_size} embedding rows")
+        self.slots, self.context, self.decode_chunk = slots, context, decode_chunk
+        self.buckets = tuple(sorted({min(b, context) for b in extend_buckets}))
+        self.stats = Stats(slots)
+        self._cfg, self._mesh, self._tokenizer = cfg, mesh, tokenizer
+        abstract = nnx.split(nnx.eval_shape(lambda: Policy(cfg, rngs=nnx.Rngs(0))))[1]
+        self._expected = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
+        self._shardings: dict | None = None  # of the first weights, by name
+        sharding = _cache_sharding(cfg, mesh)
+        self._cache = jax.jit(lambda: make_cache(cfg, slots, context), out_shardings=sharding)()
+        self._kernels = kernels.build(graphdef, chunk=decode_chunk, vocab=tokenizer.vocab_size, cache_sharding=sharding)
+        self._warm_shapes: int | None = None
+        self.use_automaton(None)
+
+        self._wake = threading.Condition()
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._open_futures: set[concurrent.futures.Future] = set()
+        # Below: the engine thread's own.
+        self._params, self._version = None, 0
+        self._conversations: dict[str, _Conversation] = {}
+        self._waiting: collections.deque[_Conversation] = collections.deque()
+        self._free = list(range(slots))[::-1]
+        self._prompts: dict[tuple[int, ...], int] = {}  # first prompt -> a row that still holds its keys
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    # ---- called from outside
+
+    def use_automaton(self, automaton: ByteAutomaton | None) -> None:
+        """The stop condition of requests with `stop_at_accept`. Set it before the first request (another one recompiles)."""
+        if automaton is None:
+            table, self._start, accept = np.zeros((0, self._cfg.vocab_size), np.int16), 0, -1
+        else:
+            table = compile_for(automaton, self._tokenizer, self._cfg.vocab_size)
+            self._start, accept = automaton.start, automaton.accept
+        self._has_automaton, self._no_automaton = automaton is not None, len(table)
+        none = np.full((1, table.shape[1]), len(table), np.int16)  # a state that no token leaves
+        self._table, self._accept = jnp.asarray(np.concatenate([table, none])), np.int32(accept)
+
+    def set_params(self, params: nnx.State, version: int) -> None:
+        """Takes new weights between two chunks and returns once they are in use; nothing is copied.
+
+        Keys that live conversations have in the cache stay those of the weights that made them. Raises ConfigError with
+        both sides if tree, shape, dtype or (against the first weights given) sharding differ.
+        """
+        self._check_params(params)
+
+        def take():
+            self._params, self._version = params, int(version)
+            self._prompts.clear()
+
+        self._call(take).result()
+
+    def submit(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey) -> concurrent.futures.Future:
+        """Continues conversation `uid` with the new `ids` and samples; a future of `Result`.
+
+        `ids` follow all ids given and sampled before in this conversation. The future raises SamplingError for a request
+        that cannot be served (other requests go on, and the conversation stays as it was) and InfrastructureError if the
+        engine stopped. Cancelling it takes the request back as if it had not been made.
+        """
+        future = concurrent.futures.Future()
+        try:
+            sampling.check()
+            if sampling.stop_at_accept and not self._has_automaton:
+                raise SamplingError("stop_at_accept without an automaton: call use_automaton first")
+            job = _Job(
+                checked_ids(ids, self._tokenizer.vocab_size), sampling, key_data(key.seed, key.path), future, time.monotonic()
+            )
+        except SamplingError as error:
+            future.set_exception(error)
+            return future
+        self._post(lambda: self._take(uid, job), future)
+        return future
+
+    async def sample(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey) -> Result:
+        """`submit` for asyncio; cancelling the awaiting task cancels the request."""
+        return await asyncio.wrap_future(self.submit(uid, ids, sampling, key))
+
+    def release(self, uid: str) -> None:
+        """Ends a conversation and frees its slot; a request still open is cancelled. Unknown or ended ones are no error."""
+        with contextlib.suppress(InfrastructureError):  # a stopped engine holds no slots
+            self._post(lambda: self._release(uid))
+
+    def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Compiles every shape there is. progress(done, total, what) is called before each and at the end."""
+
+        def compile_all():
+            total = len(self.buckets) + 2
+            for done, bucket in enumerate(self.buckets):
+                if progress:
+                    progress(done, total, f"extend {bucket}")
+                self._cache = self._kernels.extend(self._cache, self._params, np.zeros(bucket, np.int32), np.int32(0), np.int32(0), np.int32(0))
+            if progress:
+                progress(total - 2, total, f"decode {self.decode_chunk}")
+            self._decode([])
+            if progress:
+                progress(total - 1, total, "copy")
+            self._copy(0, 0)
+            jax.block_until_ready(self._cache)
+            self._warm_shapes = self._kernels.compiled_shapes()
+            if progress:
+                progress(total, total, "done")
+
+        self._need_params()
+        self._call(compile_all).result()
+
+    @property
+    def compiled_shapes(self) -> int:
+        """Programs compiled so far; at most len(buckets) + 2 unless something retraced."""
+        return self._kernels.compiled_shapes()
+
+    @property
+    def retraces(self) -> int:
+        """Programs compiled beyond the known set: one an extend bucket, decode, copy; after `warm_up`, any at all."""
+        known = len(self.buckets) + 2 if self._warm_shapes is None else self._warm_shapes
+        return max(0, self.compiled_shapes - known)
+
+    def close(self) -> None:
+        """Stops the thread and waits for it; open requests fail with InfrastructureError. May be called twice."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- between the threads
+
+    def _need_params(self) -> None:
+        if self._shardings is None:
+            raise ConfigError("the engine has no weights yet: call set_params first")
+
+    def _post(self, call: Callable[[], None], future: concurrent.futures.Future | None = None) -> None:
+        with self._wake:
+            if self._closed or self._error is not None:
+                error = InfrastructureError(f"the sampler has stopped: {self._error or 'closed'}")
+                if future is None:
+                    raise error
+                future.set_exception(error)
+                return
+            if future is not None:
+                self._open_futures.add(future)
+            self._inbox.append(call)
+            self._wake.notify()
+
+    def _call(self, call: Callable[[], None]) -> concurrent.futures.Future:
+        """Runs `call` on the engine thread between two chunks."""
+        future = concurrent.futures.Future()
+
+        def run():
+            try:
+                call()
+            except Exception as error:  # the caller's; what it broke of the engine shows at the next device call
+                self._deliver(future, error)
+            else:
+                self._deliver(future, None)
+
+        self._post(run, future)
+        return future
+
+    def _deliver(self, future: concurrent.futures.Future, value) -> None:
+        self._open_futures.discard(future)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled a moment ago
+            future.set_exception(value) if isinstance(value, BaseException) else future.set_result(value)
+
+    def _run(self) -> None:
+        try:
+            with jax.set_mesh(self._mesh) if self._mesh is not None else contextlib.nullcontext():
+                while self._step():
+                    pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._wake:
+                self._closed = True
+                self._inbox.clear()
+            stopped = InfrastructureError(f"the sampler has stopped: {type(self._error).__name__}: {self._error}" if self._error else "the sampler was closed")
+            stopped.__cause__ = self._error
+            for future in list(self._open_futures):
+                self._deliver(future, stopped)
+            self._cache = self._params = None
+
+    # ---- the engine thread
+
+    def _step(self) -> bool:
+        """One round: take what came in, extend, decode a chunk, deliver. False once closed."""
+        idle = not self._jobs()
+        with self._wake:
+            while idle and not self._inbox and not self._closed:
+                self._wake.wait()
+            if self._closed:
+                return False
+        if idle:
+            time.sleep(GATHER_S)
+        with self._wake:
+            calls, self._inbox = self._inbox, collections.deque()
+        started = time.monotonic()
+        for call in calls:
+            call()
+        self._drop_cancelled()
+        self._admit()
+        for conversation in self._jobs():
+            if not conversation.job.extended:
+                self._extend(conversation)
+        rows = self._jobs()
+        if rows:
+            self._collect(rows, self._decode(rows))
+        self.stats.busy_s += time.monotonic() - started
+        self.stats.waiting = len(self._waiting)
+        return True
+
+    def _jobs(self) -> list[_Conversation]:
+        return [c for c in self._conversations.values() if c.slot is not None and c.job is not None]
+
+    def _take(self, uid: str, job: _Job) -> None:
+        conversation = self._conversations.get(uid)
+        if conversation is None:
+            conversation = _Conversation(uid)
+        if self._params is None:
+            return self._deliver(job.future, SamplingError("the engine has no weights yet: call set_params first"))
+        if conversation.job is not None:
+            return self._deliver(job.future, SamplingError(f"conversation {uid!r} has an open request: one at a time"))
+        job.prompt = conversation.length + len(conversation.tail) + len(job.ids)
+        if job.prompt == 0:
+            return self._deliver(job.future, SamplingError("empty prompt: at least one id is needed"))
+        if job.prompt + 1 > self.context:
+            return self._deliver(
+                job.future, SamplingError(f"a prompt of {job.prompt} ids and one new token do not fit the context of {self.context}")
+            )
+        job.before = (conversation.length, list(conversation.tail))
+        job.cached = conversation.length
+        job.limit = min(job.sampling.max_new_tokens, self.context - job.prompt)
+        job.state = self._start if job.sampling.stop_at_accept else self._no_automaton
+        conversation.job = job
+        if uid not in self._conversations:
+            self._conversations[uid] = conversation
+            self._waiting.append(conversation)
+
+    def _release(self, uid: str) -> None:
+        conversation = self._conversations.pop(uid, None)
+        if conversation is None:
+            return
+        if conversation.job is not None:
+            conversation.job.future.cancel()
+            self._open_futures.discard(conversation.job.future)
+        if conversation.slot is None:
+            self._waiting.remove(conversation)
+        else:
+            self._free.append(conversation.slot)
+
+    def _drop_cancelled(self) -> None:
+        for conversation in list(self._conversations.values()):
+            job = conversation.job
+            if job is None or not job.future.cancelled():
+                continue
+            self._open_futures.discard(job.future)
+            conversation.length, conversation.tail = job.before
+            conversation.job = None
+            if conversation.slot is None or conversation.length == 0:  # nothing of it was ever answered
+                self._release(conversation.uid)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free:
+            conversation = self._waiting.popleft()
+            conversation.slot = self._free.pop()
+            # The row is about to be overwritten: nobody may copy from it any more.
+            self._prompts = {ids: row for ids, row in self._prompts.items() if row != conversation.slot}
+            self.stats.wait_s += time.monotonic() - conversation.job.submitted
+
+    def _extend(self, conversation: _Conversation) -> None:
+        """Brings all known ids but the last into the cache."""
+        job = conversation.job
+        known = conversation.tail + job.ids
+        feed, conversation.tail = known[:-1], known[-1:]
+        job.extended = True
+        first = conversation.length == 0
+        shared = self._prompts.get(tuple(feed)) if first else None
+        if shared is not None:  # same ids through the same shapes: a copy is what extending would give, bit for bit
+            self._copy(shared, conversation.slot)
+            job.cached = len(feed)
+            self.stats.shared_tokens += len(feed)
+        else:
+            for start in range(0, len(feed), self.buckets[-1]):
+                part = feed[start : start + self.buckets[-1]]
+                bucket = next(b for b in self.buckets if b >= len(part))
+                ids = np.zeros(bucket, np.int32)
+                ids[: len(part)] = part
+                position = np.int32(conversation.length + start)
+                self._cache = self._kernels.extend(self._cache, self._params, ids, np.int32(conversation.slot), position, np.int32(len(part)))
+            self.stats.prefilled_tokens += len(feed)
+            if first and feed:
+                self._prompts[tuple(feed)] = conversation.slot
+        conversation.length += len(feed)
+
+    def _copy(self, source: int, target: int) -> None:
+        self._cache = self._kernels.copy(self._cache, np.int32(source), np.int32(target))
+
+    def _decode(self, conversations: list[_Conversation]) -> kernels.Chunk:
+        """One chunk for all slots; host arrays."""
+        n = self.slots
+        rows = kernels.Rows(
+            token=np.zeros(n, np.int32), position=np.zeros(n, np.int32), active=np.zeros(n, bool), index=np.zeros(n, np.int32),
+            limit=np.zeros(n, np.int32), state=np.full(n, self._no_automaton, np.int32), stop_ids=np.full((n, MAX_STOP_IDS), -1, np.int32),
+            key=np.zeros((n, 2), np.uint32), temperature=np.zeros(n, np.float32), top_k=np.zeros(n, np.int32), top_p=np.ones(n, np.float32),
+        )  # fmt: skip
+        for c in conversations:
+            i, job, s = c.slot, c.job, c.job.sampling
+            rows.token[i], rows.position[i], rows.active[i] = c.tail[0], c.length, True
+            rows.index[i], rows.limit[i], rows.state[i] = len(job.out), job.limit, job.state
+            rows.stop_ids[i, : len(s.stop_ids)] = s.stop_ids
+            rows.key[i], rows.temperature[i], rows.top_k[i], rows.top_p[i] = job.key, s.temperature, s.top_k, s.top_p
+        self._cache, chunk = self._kernels.decode(self._cache, self._params, self._table, self._accept, rows, np.int32(self.decode_chunk))
+        return jax.device_get(chunk)
+
+    def _collect(self, conversations: list[_Conversation], chunk: kernels.Chunk) -> None:
+        for c in conversations:
+            job, i = c.job, c.slot
+            count = int(chunk.index[i]) - len(job.out)
+            if count < 1:
+                raise AssertionError(f"an active row sampled nothing in {int(chunk.steps)} steps")
+            job.out.extend(chunk.ids[i, :count].tolist())
+            job.logprobs.append(chunk.logprobs[i, :count])
+            job.versions.extend([self._version] * count)
+            job.state = int(chunk.state[i])
+            c.length, c.tail = c.length + count, [job.out[-1]]
+            self.stats.sampled_tokens += count
+            if chunk.finish[i]:
+                logprobs = np.concatenate(job.logprobs)
+                c.job = None
+                self._deliver(job.future, Result(
+                    ids=tuple(job.out), logprobs=logprobs[:, 0], full_logprobs=logprobs[:, 1], versions=np.asarray(job.versions, np.int32),
+                    finish=kernels.FINISH[chunk.finish[i]], prompt=job.prompt, cached=job.cached,
+                ))  # fmt: skip
+                self.stats.requests += 1
+        self.stats.decode_steps += int(chunk.steps)
+
+    def _check_params(self, params: nnx.State) -> None:
+        want, have = _named(self._expected), _named(params)
+        if want.keys() != have.keys():
+            missing, extra = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
+            raise ConfigError(f"the weights' tree does not fit the policy: missing {missing}, unknown {extra}")
+        for name, given in have.items():
+            if (given.shape, given.dtype) != (want[name].shape, want[name].dtype):
+                raise ConfigError(f"weights {name}: given {given.dtype}{given.shape}, policy {want[name].dtype}{want[name].shape}")
+            first = self._shardings[name] if self._shardings else given.sharding
+            if not given.sharding.is_equivalent_to(first, given.ndim):
+                raise ConfigError(f"weights {name}: given sharding {given.sharding}, the engine's is {first}")
+        self._shardings = {name: given.sharding for name, given in have.items()}
+
+
+def _named(tree) -> dict[str, jax.Array]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _cache_sharding(cfg: ModelConfig, mesh: Mesh | None):
+    """Key/value heads [L, B, S, K, H] over the mesh axis `tensor` where they divide, like the projections that fill them."""
+    if mesh is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    size = dict(mesh.shape).get("tensor", 1)
+    split = size > 1 and cfg.num_kv_heads % size == 0
+    return NamedSharding(mesh, PartitionSpec(None, None, None, "tensor" if split else None, None))

@@ -199,22 +199,22 @@ def first_line(rows: Iterable[Summary]) -> str:
     rows = list(rows)
     short = [r for r in rows if not r.complete]
     if not short:
-        return f"All tasks scored ({', '.join(f'{_label(r)}: {r.scored}' for r in rows)})."
+        return f"All tasks scored ({', '.join(f'{label(r)}: {r.scored}' for r in rows)})."
     parts = []
     for r in short:
         lost = r.asked - r.scored - r.errors
         why = [f"{r.errors} infrastructure errors"] * bool(r.errors) + [f"{lost} never run"] * (lost > 0)
-        parts.append(f"{_label(r)}: {r.scored} of {r.asked} tasks scored ({', '.join(why)})")
+        parts.append(f"{label(r)}: {r.scored} of {r.asked} tasks scored ({', '.join(why)})")
     return "INCOMPLETE. " + "; ".join(parts) + "."
 
 
 def markdown(rows: Sequence[Summary], differences: Sequence[tuple[str, Difference]] = ()) -> str:
-    """The table as Markdown; `differences` are (label, difference) lines below it."""
+    """The table as Markdown; `differences` are (name, difference) lines below it."""
     head = ["", *(h for h, _ in METRICS.values()), "tasks"]
     lines = [first_line(rows), "", f"| {' | '.join(head)} |", "|" + "---|" + "---:|" * (len(head) - 1)]
-    lines += [f"| {' | '.join([_label(r).replace('|', '/'), *cells(r), _tasks(r)])} |" for r in rows]
+    lines += [f"| {' | '.join([label(r).replace('|', '/'), *cells(r), tasks(r)])} |" for r in rows]
     if differences:
-        lines += ["", *(f"- {label}: {difference_text(d)}" for label, d in differences)]
+        lines += ["", *(f"- {name}: {difference_text(d)}" for name, d in differences)]
     return "\n".join(lines) + "\n"
 
 
@@ -226,13 +226,24 @@ def rich_table(rows: Sequence[Summary], title: str = "") -> Table:
         table.add_column(heading, justify="right")
     table.add_column("tasks", justify="right")
     for r in rows:
-        table.add_row(_label(r), *cells(r), _tasks(r))
+        table.add_row(label(r), *cells(r), tasks(r))
     return table
 
 
 def cells(row: Summary) -> list[str]:
     """The figures of a row as text, in the order of METRICS; a dash where nothing was measured."""
     return [_cell(row.values[m], row.spread[m], share) for m, (_, share) in METRICS.items()]
+
+
+def tasks(row: Summary) -> str:
+    """How many tasks are behind a row, over all its runs."""
+    return f"{row.scored}" if row.complete else f"{row.scored} of {row.asked}"
+
+
+def label(row: Summary) -> str:
+    """E.g. "SAGE · test_normal · difficulty 2"."""
+    level = f"difficulty {row.difficulty}" if row.difficulty is not None else ""
+    return " · ".join(p for p in (row.arm, row.split if row.split != "all" else "", level) if p) or "all"
 
 
 def difference_text(d: Difference) -> str:
@@ -301,15 +312,6 @@ def _cell(value: float, spread: float, share: bool) -> str:
         return "–"
     f = 100.0 if share else 1.0
     return f"{value * f:.1f}" + ("" if math.isnan(spread) else f" ± {spread * f:.1f}")
-
-
-def _tasks(row: Summary) -> str:
-    return f"{row.scored}" if row.complete else f"{row.scored} of {row.asked}"
-
-
-def _label(row: Summary) -> str:
-    parts = [row.arm, row.split if row.split != "all" else "", f"difficulty {row.difficulty}" if row.difficulty is not None else ""]
-    return " · ".join(p for p in parts if p) or "all"
 
 
 def _check_metric(metric: str) -> None:

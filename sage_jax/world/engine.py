@@ -3,8 +3,8 @@
 Everything here changes how long the engine takes, never what it answers:
 
 - the web application is built once instead of once a world;
-- the twelve base databases are loaded into memory once, and a child takes the copies that it inherits (shared pages)
-  instead of reading and copying files;
+- the base databases are loaded into memory once, twice over, and a child takes the copies that it inherits (shared
+  pages, statements already compiled) instead of copying files, once instead of twice;
 - the databases of a task's start state, which an open world never reads, are not loaded by it;
 - the interactive shell exists before the fork;
 - the clock is frozen before the fork, so that a child's own freezing has no module left to patch;
@@ -29,9 +29,11 @@ from typing import Any
 import appworld.environment as environment
 import appworld.requester as requester
 from appworld.apps import get_all_apps, model_lib
+from appworld.collections.models import ModelCollection, ModelCollectionPair
 from appworld.common import safety_guard
 from appworld.common.path_store import path_store
-from appworld.common.utils import freeze_time
+from appworld.common.utils import freeze_time, import_models_module
+from appworld.evaluator import TestTracker
 from sqlalchemy.engine import make_url
 
 _START, _END = "task_input", "task_output"  # how the engine names the two states of a task in memory
@@ -54,33 +56,93 @@ _WARM_CODE = (
 )
 
 _engine_task = environment.Task
-_spares: dict[tuple[str, str], tuple[Any, Any]] = {}  # (state, app) -> (engine, tracker), filled from the base
+_engine_close_all = environment.AppWorld.close_all
+_made: dict[tuple[str, str], tuple[Any, Any]] = {}  # (state, app) -> (engine, tracker) of a database in memory
+_spares: dict[tuple[str, str], tuple[Any, Any]] = {}  # those that hold the base and that no state has taken
 
 
 def warm(task_id: str) -> None:
-    """Fills every cache by living one world of `task_id`, then makes the process ready to be forked.
+    """Fills every cache by living and scoring one world of `task_id`, then makes the process ready to be forked.
 
     Raises:
       RuntimeError: a thread of the warming world did not end.
     """
-    requester.build_main_app = functools.cache(requester.build_main_app)
-    environment.Task = _TaskWithoutStartState
-    safety_guard.SafetyGuard.is_syntax_safe = _with_fast_path(safety_guard.SafetyGuard.is_syntax_safe)
+    _patch_engine()
+    _fill_spares()
     world = environment.AppWorld(task_id, experiment_name="warming", load_ground_truth=False, timeout_seconds=None)
     for code in _WARM_CODE:
         world.execute(code)
     world.task_completed()
+    moment = world.task.datetime
+    saved = world.output_db_home_path_on_disk
     world.close()
-    environment.AppWorld.close_all()
-    _close_files()
-    _fill_spares()
-    model_lib.get_db_args = _with_spares(model_lib.get_db_args)
-    environment.InteractiveShellEmbed = _handing_out(environment.InteractiveShellEmbed)
-    freeze_time(world.task.datetime).start()
-    _wait_for_threads()
     del world
+    _start_over()
+    _compare_states(task_id, saved)
+    _start_over()
+    environment.InteractiveShellEmbed = _handing_out(environment.InteractiveShellEmbed)
+    freeze_time(moment).start()
+    _wait_for_threads()
     gc.collect()
     gc.freeze()
+
+
+def _patch_engine() -> None:
+    guard = safety_guard.SafetyGuard
+    guard.is_syntax_safe = _with_fast_path(guard.is_syntax_safe)
+    guard.module_by_path = staticmethod(functools.cache(guard.module_by_path))
+    requester.build_main_app = functools.cache(requester.build_main_app)
+    environment.Task = _TaskWithoutStartState
+    # Opening a world closes all others of the process. A child has no other, and what would be thrown away is the
+    # state that was loaded a moment before and is loaded again a moment later.
+    environment.AppWorld.close_all = lambda: None
+    model_lib.get_db_args = _with_spares(model_lib.get_db_args)
+    model_lib.Database._get_engine_to_details = staticmethod(_remembered(model_lib.Database._get_engine_to_details))
+
+
+def _start_over() -> None:
+    """Closes every database that a state has taken, and makes all spares new."""
+    _engine_close_all()
+    model_lib.ModelHashHandler.reset()
+    # Dropping the last reference closes them: no open database file may cross a fork.
+    model_lib.get_direct_cached_sqlite3_connection.cache_clear()
+    model_lib.get_cached_db_engine.cache_clear()
+    for app in get_all_apps():
+        # Models skip a database that they are set to already, and would keep its closed connection.
+        import_models_module(app).SQLModel.db.engine = None
+    _spares.update(_made)
+    _refill_spares()
+
+
+def _compare_states(task_id: str, saved: str) -> None:
+    """What an evaluation does before it comes to the ground truth, and the machinery of its tests."""
+    import pytest  # noqa: F401  (the evaluator imports it inside a function)
+
+    task = _engine_task.load(task_id=task_id, load_ground_truth=False)
+    start = task.model_collection
+    output = f":memory:{_END}-{task_id}"
+    end = ModelCollection.load(to_db_home_path=output, from_db_home_path=saved, load_apps=task.allowed_apps)
+    pair = ModelCollectionPair(task.models_from_db_home_path, start, output, end)
+    pair.start.admin.MainUser.find_one(**task.supervisor)
+    tracker = TestTracker()
+    with tracker("same"):
+        tracker.case(pair.changed_model_names(), "==", set())
+    with tracker("other"):
+        tracker.answer("1", "2")
+    pair.end.supervisor.Task.all()
+    tracker.report(print_it=False, colorize=False)
+
+
+def _remembered(slow):
+    def details(engine):
+        # Parsing and quoting the address anew at every look at a state is most of an evaluation. A child lives for
+        # one world, so nothing piles up here.
+        known = getattr(engine, "_sage_details", None)
+        if known is None:
+            known = engine._sage_details = slow(engine)
+        return known
+
+    return details
 
 
 class _TaskWithoutStartState:
@@ -120,19 +182,27 @@ def _with_fast_path(slow):
 
 
 def _fill_spares() -> None:
-    base = Path(path_store.data) / "base_dbs"
     for state in (_START, _END):
         for app in get_all_apps():
-            file = base / f"{app}.db"
-            if not file.is_file():
-                continue
-            engine = model_lib.get_db_engine(f":memory:spare-{state}/{app}.db")
-            source = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
-            source.backup(engine.raw_connection().connection)
-            source.close()  # an open file must not cross a fork; a database in memory may
-            tracker = model_lib.DBChangesTracker(engine)
-            tracker.restart()
-            _spares[state, app] = (engine, tracker)
+            if _base_file(app).is_file():
+                engine = model_lib.get_db_engine(f":memory:spare-{state}/{app}.db")
+                _spares[state, app] = _made[state, app] = (engine, model_lib.DBChangesTracker(engine))
+    _refill_spares()
+
+
+def _refill_spares() -> None:
+    """Puts the base into every spare. Used ones keep what they have learnt: the compiled forms of statements."""
+    for (_, app), (engine, tracker) in _spares.items():
+        engine.dispose()
+        engine._sage_details = None
+        source = sqlite3.connect(f"file:{_base_file(app)}?mode=ro", uri=True)
+        source.backup(engine.raw_connection().connection)
+        source.close()  # an open file must not cross a fork; a database in memory may
+        tracker.restart()
+
+
+def _base_file(app: str) -> Path:
+    return Path(path_store.data) / "base_dbs" / f"{app}.db"
 
 
 def _with_spares(slow):
@@ -170,12 +240,6 @@ def _make_shell(make_shell):
     shell = make_shell(config=config)
     sys.excepthook = hook
     return shell
-
-
-def _close_files() -> None:
-    # Dropping the last reference closes them: no open database file may cross a fork.
-    model_lib.get_direct_cached_sqlite3_connection.cache_clear()
-    model_lib.get_cached_db_engine.cache_clear()
 
 
 def _wait_for_threads() -> None:

@@ -121,7 +121,7 @@ def _draw(axis, panel: Panel, rows: Sequence[dict], keys: Sequence[str]) -> None
     if panel.log and any((line.get_ydata() > 0).any() for line in left):
         axis.set_yscale("log", nonpositive="mask")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(handles=drawn, fontsize=7.5, frameon=False, loc="best")
+    axis.legend(handles=drawn, fontsize=7.5, framealpha=0.85, edgecolor="none", loc="best")
 
 
 def _lines(axis, keys: Sequence[str], rows: Sequence[dict], first: int) -> list:

@@ -48,7 +48,8 @@
     if (Array.isArray(turn.code)) {
       const [from, to] = turn.code;
       const text = turn.response;
-      return el("pre", "", el("span", "said", text.slice(0, from)), el("span", "ran", text.slice(from, to)), el("span", "said", text.slice(to)));
+      const after = text.slice(to).replace(/^\n/, ""); // the code is a block of its own and ends its line by itself
+      return el("pre", "", el("span", "said", text.slice(0, from)), el("span", "ran", text.slice(from, to)), el("span", "said", after));
     }
     return el("pre", "", el("span", "said", turn.response));
   }
@@ -130,7 +131,15 @@
   }
 
   function mark() {
-    for (const b of byId("list").children) b.classList.toggle("current", Number(b.dataset.index) === shown.current);
+    const list = byId("list");
+    for (const b of list.children) {
+      b.classList.toggle("current", Number(b.dataset.index) === shown.current);
+      if (!b.classList.contains("current")) continue;
+      // Only the list scrolls, never the page.
+      if (b.offsetTop < list.scrollTop) list.scrollTop = b.offsetTop;
+      const below = b.offsetTop + b.offsetHeight - list.clientHeight;
+      if (below > list.scrollTop) list.scrollTop = below;
+    }
   }
 
   function choose(index, quiet) {
@@ -160,7 +169,6 @@
     if (!step || place < 0 || place >= shown.list.length) return;
     event.preventDefault();
     choose(shown.list[place]);
-    byId("list").querySelector(".current").scrollIntoView({ block: "nearest" });
   });
 
   function fromHash() {

@@ -39,21 +39,19 @@ class Use:
 def called(episodes: Sequence[EpisodeLike]) -> list[Use]:
     """Uses by call, over the episodes of one rollout; sorted, one entry a pair and skill."""
     uses = set()
-    for j, owners in _before(episodes):
-        by_id = {skill.id: origin for origin, skill in owners}
-        uses |= {Use(j.position, by_id[c], c) for turn in j.turns for c in turn.skill_calls if c in by_id}
+    for j, owner, _ in _before(episodes):
+        uses |= {Use(j.position, owner[c], c) for turn in j.turns for c in turn.skill_calls if c in owner}
     return sorted(uses)
 
 
 def lexical(episodes: Sequence[EpisodeLike]) -> list[Use]:
     """Uses by name, over the episodes of one rollout; sorted, one entry a pair and skill."""
     uses = set()
-    for j, owners in _before(episodes):
-        by_name = {skill.name: (origin, skill.id) for origin, skill in owners}  # the last writer owns the name
-        for turn in j.turns:
-            for name, (origin, skill_id) in by_name.items():
-                if turn.code is not None and name in turn.code and f"def {name}" not in turn.code:
-                    uses.add(Use(j.position, origin, skill_id))
+    for j, owner, current in _before(episodes):
+        codes = [t.code for t in j.turns if t.code is not None]
+        for name, skill_id in current.items():
+            if any(name in code and f"def {name}" not in code for code in codes):
+                uses.add(Use(j.position, owner[skill_id], skill_id))
     return sorted(uses)
 
 
@@ -77,12 +75,19 @@ def matrix(episodes: Sequence[EpisodeLike], uses: Sequence[Use]) -> list[list[bo
 
 
 def _before(episodes: Sequence[EpisodeLike]):
-    """Yields (episode, [(position, skill) of earlier episodes, in order]); positions must differ."""
+    """Yields (episode, {id: position of its owner}, {name: id of its present version}) as they stood before it ran.
+
+    The same text written again changes nothing; a body that replaces the present version belongs to who wrote it.
+    """
     ordered = sorted(episodes, key=lambda e: e.position)
     positions = [e.position for e in ordered]
     if len(set(positions)) != len(positions):
         raise ValueError(f"episodes of one rollout have different positions, got {positions}")
-    owners: list[tuple[int, Skill]] = []
+    owner: dict[str, int] = {}
+    current: dict[str, str] = {}
     for episode in ordered:
-        yield episode, tuple(owners)
-        owners += [(episode.position, s) for s in episode.defined]
+        yield episode, owner, current
+        for skill in episode.defined:
+            if current.get(skill.name) != skill.id:
+                current[skill.name] = skill.id
+                owner[skill.id] = episode.position

@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import json
+import random
 
 import pytest
 
 from sage_jax.agent.trajectory import End, Episode, Turn
+from sage_jax.rl import rewards
 from sage_jax.skills import usage, verify
 from sage_jax.skills.extract import extract
 from sage_jax.skills.library import Library
@@ -133,6 +135,23 @@ def test_a_revision_belongs_to_the_reviser():
     one, two = f("x+1"), f("x+2", 2)
     chain = [episode(1, ["."], [one]), episode(2, ["."], [two]), episode(3, ["f(1)"], calls=[two.id])]
     assert usage.lexical(chain) == [usage.Use(2 + 1, 2, two.id)] == usage.called(chain)
+
+
+def test_the_same_text_written_again_stays_with_its_first_writer():
+    chain = [episode(1, ["."], [f("x+1")]), episode(2, ["."], [f("x + 1", 2)]), episode(3, ["f(1)"], calls=[f("x+1").id])]
+    assert [u.origin for u in usage.called(chain)] == [1] == [u.origin for u in usage.lexical(chain) if u.user == 3]
+
+
+def test_the_reward_pays_for_the_same_uses():
+    draw = random.Random(0)
+    bodies = [f(f"x+{k}") for k in range(3)] + list(skills("def g():\n    return 1\n"))
+    for _ in range(200):
+        chain = []
+        for k in range(1, 5):
+            codes = [draw.choice(["f(1)", "g()", "def f(x): pass\nf(2)", "1"]) for _ in range(2)]
+            chain.append(episode(k, codes, draw.sample(bodies, draw.randint(0, 2)), [s.id for s in draw.sample(bodies, draw.randint(0, 2))]))
+        for name in usage.DETECTORS:
+            assert usage.matrix(chain, usage.detector(name)(chain)) == rewards.usage(chain, name).tolist()
 
 
 def test_unknown_detector_and_equal_positions_raise():

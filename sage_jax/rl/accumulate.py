@@ -102,7 +102,10 @@ class UpdateStep:
 
         def zero(params: Any, batch: TrainBatch) -> Totals:
             stats = jax.eval_shape(start, params, batch).stats
-            full = lambda tree, fill: jax.tree.map(lambda x: jnp.full(x.shape, fill, x.dtype), tree)
+
+            def full(tree: Any, fill: float) -> Any:
+                return jax.tree.map(lambda x: jnp.full(x.shape, fill, x.dtype), tree)
+
             return Totals(
                 jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params),
                 jnp.float32(0),
@@ -116,7 +119,10 @@ class UpdateStep:
             norm = optax.global_norm(grads)
             ok = jnp.isfinite(loss) & jnp.isfinite(norm) & (totals.denominator > 0)
             updates, new_opt = tx.update(grads, opt_state, params)
-            choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+            def choose(new: Any, old: Any) -> Any:
+                return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
             metrics = {
                 "loss": loss,
                 "grad_norm": norm,

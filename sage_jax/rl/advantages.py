@@ -68,21 +68,21 @@ def _centred(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def chain_advantages(
-    rewards: Sequence[np.ndarray], chains: Sequence[Hashable], valid: Sequence[Sequence[bool]], kind: str = "mean"
+    rewards: Sequence[np.ndarray], chains: Sequence[Hashable], valid: Sequence[bool], kind: str = "mean"
 ) -> list[np.ndarray]:
     """Advantages per chain position.
 
     Args:
       rewards: N arrays float [K_n], one a rollout.
       chains: N ids; rollouts of one id form the groups, one group a position.
-      valid: N sequences bool [K_n].
+      valid: bool [N], whole rollouts.
 
     Returns:
       N arrays float32 [K_n].
     """
     places = [(n, k) for n, row in enumerate(rewards) for k in range(len(row))]
     flat = group_advantages(
-        [rewards[n][k] for n, k in places], [(chains[n], k) for n, k in places], [valid[n][k] for n, k in places], kind
+        [rewards[n][k] for n, k in places], [(chains[n], k) for n, k in places], [valid[n] for n, _ in places], kind
     )
     result = [np.zeros(len(row), np.float32) for row in rewards]
     for (n, k), value in zip(places, flat, strict=True):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from sage_jax.errors import ConfigError
-from sage_jax.rl.losses import NORMALIZERS
+from sage_jax.rl.losses import NORMALISERS
 
 if TYPE_CHECKING:
     from sage_jax.agent.trajectory import TokenRecord
@@ -36,7 +36,7 @@ class TrainBatch:
     logprobs: jax.Array | np.ndarray  # float32 [B, T], the sampler's
     old_logprobs: jax.Array | np.ndarray  # float32 [B, T], denominator of the ratio; the sampler's until recomputed
     advantages: jax.Array | np.ndarray  # float32 [B, T]
-    weights: jax.Array | np.ndarray  # float32 [B, T], the normalizer's weight of the token
+    weights: jax.Array | np.ndarray  # float32 [B, T], the normaliser's weight of the token
     denominator: jax.Array | np.ndarray  # float32 [B], shares that add up to the batch's denominator
 
     @property
@@ -98,7 +98,7 @@ def pack(
     samples: Sequence[Sample],
     shapes: Sequence[RowShape],
     *,
-    normalizer: str = "sequence",
+    normaliser: str = "sequence",
     constant: float = 1.0,
     too_long: str = "raise",
     skip_no_signal: bool = False,
@@ -111,8 +111,8 @@ def pack(
     Args:
       samples: all valid episodes of the optimizer step, in any order.
       shapes: the row shapes allowed; a new row gets the shortest length that holds its first episode.
-      normalizer: one of NORMALIZERS, defined in `rl.losses`.
-      constant: tokens, for the `constant` normalizer.
+      normaliser: one of NORMALISERS, defined in `rl.losses`.
+      constant: tokens, for the `constant` normaliser.
       too_long: "raise", or "drop" with a warning and a count.
       skip_no_signal: leave out samples whose advantage is exactly 0: the loss keeps its value and gradient, metrics
         like entropy are then over the others only.
@@ -121,8 +121,8 @@ def pack(
       ConfigError: unknown names, no or doubled shapes, an episode longer than every row where `too_long` is "raise".
       ValueError: two samples with one key.
     """
-    if normalizer not in NORMALIZERS:
-        raise ConfigError(f"unknown normalizer {normalizer!r}; choices: {', '.join(NORMALIZERS)}")
+    if normaliser not in NORMALISERS:
+        raise ConfigError(f"unknown normaliser {normaliser!r}; choices: {', '.join(NORMALISERS)}")
     if too_long not in TOO_LONG:
         raise ConfigError(f"unknown too_long {too_long!r}; choices: {', '.join(TOO_LONG)}")
     by_length = {s.length: s for s in shapes}
@@ -160,12 +160,12 @@ def pack(
         room[row] -= size
 
     trained = {s.key: s.trained for s in samples}
-    weights = {k: 1.0 / max(n, 1) if normalizer == "sequence" else 1.0 for k, n in trained.items()}
+    weights = {k: 1.0 / max(n, 1) if normaliser == "sequence" else 1.0 for k, n in trained.items()}
     denominator = {
         "sequence": float(len({s.key[:2] for s in samples})),
         "token": float(sum(trained.values())),
         "constant": constant * len(samples),
-    }[normalizer]
+    }[normaliser]
     micro_batches = []
     for length in lengths:
         same = [content for n, content in rows if n == length]

@@ -1,4 +1,4 @@
-"""The per-token policy loss and its normalizers. Every loss is a (sum, denominator) pair until all micro-batches and
+"""The per-token policy loss and its normalisers. Every loss is a (sum, denominator) pair until all micro-batches and
 devices are in: dividing earlier would weight tokens by the micro-batch they happened to fall into.
 
 For a sampled token t of an episode with advantage A: rho_t = exp(new_t - old_t), both log-probs over the whole unpadded vocabulary at
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from sage_jax.errors import ConfigError
 from sage_jax.rl import masked
 
-NORMALIZERS = ("sequence", "token", "constant")
+NORMALISERS = ("sequence", "token", "constant")
 OLD_LOGPROBS = ("recomputed", "sampler")
 MAX_LOG_RATIO = 20.0  # e^20: keeps inf * 0 out of the gradient; every sane ratio is far below
 
@@ -33,19 +33,19 @@ class LossConfig:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    normalizer: str = "sequence"
-    constant: float = 1.0  # tokens; read by the `constant` normalizer only
+    normaliser: str = "sequence"
+    constant: float = 1.0  # tokens; read by the `constant` normaliser only
     old_logprobs: str = "recomputed"  # with the weights that sampled, or the sampler's own
 
     def __post_init__(self):
-        if self.normalizer not in NORMALIZERS:
-            raise ConfigError(f"unknown normalizer {self.normalizer!r}; choices: {', '.join(NORMALIZERS)}")
+        if self.normaliser not in NORMALISERS:
+            raise ConfigError(f"unknown normaliser {self.normaliser!r}; choices: {', '.join(NORMALISERS)}")
         if self.old_logprobs not in OLD_LOGPROBS:
             raise ConfigError(f"unknown old_logprobs {self.old_logprobs!r}; choices: {', '.join(OLD_LOGPROBS)}")
         if not 0 <= self.clip_low < 1 or self.clip_high < 0:
             raise ConfigError(f"clip_low must be in [0, 1) and clip_high >= 0, got {self.clip_low}, {self.clip_high}")
         if self.constant <= 0:
-            raise ConfigError(f"the constant of the normalizer must be positive, got {self.constant}")
+            raise ConfigError(f"the constant of the normaliser must be positive, got {self.constant}")
 
 
 def check_sampling(

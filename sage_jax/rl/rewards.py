@@ -8,18 +8,16 @@ The room never imports a world: an episode is read by its fields alone.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sage_jax.errors import ConfigError
+from sage_jax.skills.usage import DETECTORS, matrix
 
 if TYPE_CHECKING:
     from sage_jax.agent.trajectory import Episode
-
-DETECTORS = ("called", "lexical")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +28,14 @@ class ChainRecord:
     s: tuple[int, ...]  # 1: completed and every test passed
     no_code: tuple[bool, ...]  # the episode ended as no_code
     used: np.ndarray  # bool [K, K]; used[j, i] = u(j, i), strictly lower triangular
-    valid: tuple[bool, ...]  # False: no sample at this position; after an infrastructure error at none of them
+    valid: bool = True  # False: no sample at any position
 
     def __post_init__(self):
         k = len(self.r)
-        if not len(self.s) == len(self.no_code) == len(self.valid) == k or self.used.shape != (k, k):
+        if not len(self.s) == len(self.no_code) == k or self.used.shape != (k, k):
             raise ValueError(
                 f"a chain record over {k} positions has s {len(self.s)}, no_code {len(self.no_code)}, "
-                f"valid {len(self.valid)}, used {self.used.shape}"
+                f"used {self.used.shape}"
             )
         if np.triu(self.used).any():
             raise ValueError("u(j, i) is defined for i < j only: a skill cannot be used before it was written")
@@ -52,13 +50,11 @@ class ChainRecord:
 
 
 def usage(episodes: Sequence[Episode], detector: str = "called") -> np.ndarray:
-    """u(j, i) of one rollout's episodes in the order of their positions.
+    """u(j, i) of one rollout's episodes in the order of their positions; the detectors are those of `skills.usage`.
 
-    `called`: a code object that installation created for a skill of i was entered from a step of j and returned (the
-    worker's flag; a same-named function that j defined is another object and is not in it). `lexical` (the
-    reference's rule): in some executed step of j the skill's name occurs as a substring and `def name` does not.
     A skill belongs to the episode that put its present version in the library: the same name again is a revision,
-    and a later use pays the reviser and not the parent; the same text again changes nothing.
+    and a later use pays the reviser and not the parent; the same text again changes nothing. A same-named function that
+    j defined itself is another object and does not count.
 
     Args:
       episodes: positions 1..K of one rollout; fewer if it was cut.
@@ -69,77 +65,27 @@ def usage(episodes: Sequence[Episode], detector: str = "called") -> np.ndarray:
 
     Raises:
       ConfigError: for an unknown detector.
+      ValueError: episodes out of order.
     """
     if detector not in DETECTORS:
-        raise ConfigError(f"unknown detector {detector!r}; choices: {', '.join(DETECTORS)}")
-    used = np.zeros((len(episodes), len(episodes)), bool)
-    current: dict[str, tuple[str, int]] = {}  # name -> (id of its present version, position that owns it)
-    owner: dict[str, int] = {}  # id -> position
-    for j, episode in enumerate(episodes):
-        if detector == "called":
-            owners = {owner[c] for c in episode.called if c in owner}
-        else:
-            steps = [t.code for t in episode.turns if t.code is not None]
-            owners = {i for name, (_, i) in current.items() if _occurs(name, steps)}
-        for i in owners:
-            used[j, i] = True
-        for skill in episode.defined:
-            if current.get(skill.name, ("", -1))[0] != skill.id:
-                current[skill.name] = (skill.id, j)
-                owner[skill.id] = j
-    return used
+        raise ConfigError(f"unknown detector {detector!r}; choices: {', '.join(sorted(DETECTORS))}")
+    if [e.position for e in episodes] != sorted(e.position for e in episodes):
+        raise ValueError(f"episodes must be in the order of their positions, got {[e.position for e in episodes]}")
+    return np.asarray(matrix(episodes, DETECTORS[detector](episodes)), bool).reshape(len(episodes), len(episodes))
 
 
-def _occurs(name: str, steps: Sequence[str]) -> bool:
-    return any(name in code and f"def {name}" not in code for code in steps)
-
-
-def load_score(spec: str) -> Callable[[Episode], float]:
-    """The user's function `module:function`: Episode -> outcome reward. It replaces r_k and leaves s_k to the judge.
+def chain_record(episodes: Sequence[Episode], detector: str = "called") -> ChainRecord:
+    """The record of one rollout's episodes, positions 1..K in order; it is valid only if every one of them is.
 
     Raises:
-      ConfigError: if it is not written like that, or cannot be imported.
+      ConfigError: for an unknown detector.
     """
-    module, _, name = spec.partition(":")
-    if not module or not name:
-        raise ConfigError(f"a score is given as 'module:function', got {spec!r}")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load the score {spec!r}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"the score {spec!r} is a {type(function).__name__}, not a function of an episode")
-    return function
-
-
-def chain_record(
-    episodes: Sequence[Episode],
-    detector: str = "called",
-    score: Callable[[Episode], float] | None = None,
-    early_stopped_samples: bool = True,
-) -> ChainRecord:
-    """The record of one rollout.
-
-    Args:
-      episodes: positions 1..K in order.
-      detector: see `usage`.
-      score: replaces the judge's share of passed tests (see `load_score`); not asked for episodes that are no samples.
-      early_stopped_samples: False makes an early-stopped episode no sample (LOOP) instead of one with r = 0.
-
-    Raises:
-      ConfigError: for an unknown detector, or a score that is no finite number.
-    """
-    whole = all(e.valid for e in episodes)
-    valid = tuple(whole and (early_stopped_samples or str(e.end) != "early_stopped") for e in episodes)
-    r = [float(e.r if score is None or not ok else score(e)) for e, ok in zip(episodes, valid)]
-    if not np.isfinite(r).all():
-        raise ConfigError(f"the score {score} gave {r}: it must give finite numbers")
     return ChainRecord(
-        r=tuple(r),
+        r=tuple(float(e.r) for e in episodes),
         s=tuple(int(e.s) for e in episodes),
         no_code=tuple(str(e.end) == "no_code" for e in episodes),
         used=usage(episodes, detector),
-        valid=valid,
+        valid=bool(episodes) and all(e.valid for e in episodes),
     )
 
 
@@ -167,21 +113,22 @@ def chain(record: ChainRecord) -> np.ndarray:
 
 
 REWARDS: dict[str, Callable[[ChainRecord], np.ndarray]] = {
-    "skill": skill_integrated,
+    "skill_integrated": skill_integrated,
     "outcome": outcome,
     "chain": chain,
 }
 
 
-def rewards(record: ChainRecord, kind: str = "skill", no_code_reward: float = -1.0) -> np.ndarray:
+def rewards(record: ChainRecord, kind: str = "skill_integrated", no_code_reward: float = -1.0) -> np.ndarray:
     """R of every position, float64 [K]: the formula named `kind`, and `no_code_reward` where the end was no_code.
 
-    Where the episode is no sample the reward is NaN, so that using it is seen.
+    An invalid rollout is no sample: its rewards are NaN, so that using one is seen.
 
     Raises:
       ConfigError: for an unknown kind.
     """
     if kind not in REWARDS:
         raise ConfigError(f"unknown reward {kind!r}; choices: {', '.join(REWARDS)}")
-    values = np.where(record.no_code, no_code_reward, REWARDS[kind](record))
-    return np.where(record.valid, values, np.nan)
+    if not record.valid:
+        return np.full(len(record), np.nan)
+    return np.where(record.no_code, no_code_reward, REWARDS[kind](record))

@@ -135,13 +135,13 @@ class PolicyUpdate:
         first = _merged(stats[: self.mini_batches])
         tokens, first_tokens = max(every.sums["tokens"], 1.0), max(first.sums["tokens"], 1.0)
         seen = every.sums["tokens"] > 0
-        mean = lambda name: float(np.mean([u[name] for u in updates]))
+        means = {k: float(np.mean([u[k] for u in updates])) for k in ("loss", "grad_norm", "update_norm")}
         useful = sum(p.tokens for p in packed) * self.epochs
         places = sum(b.ids.size for p in packed for b in p.micro_batches)
         return {
-            "update/loss": mean("loss"),
-            "update/grad_norm": mean("grad_norm"),
-            "update/update_norm": mean("update_norm"),
+            "update/loss": means["loss"],
+            "update/grad_norm": means["grad_norm"],
+            "update/update_norm": means["update_norm"],
             "update/applied": float(sum(u["applied"] for u in updates)),
             "update/skipped": float(sum(1 - u["applied"] for u in updates)),
             "update/ratio_min": float(every.mins["ratio"]) if seen else 1.0,
@@ -169,7 +169,9 @@ class PolicyUpdate:
 
 
 def _merged(stats: Sequence[Stats]) -> Stats:
-    fold = lambda op, dicts: {k: op.reduce([d[k] for d in dicts]) for k in dicts[0]}
+    def fold(op: np.ufunc, dicts: list[dict]) -> dict:
+        return {k: op.reduce([d[k] for d in dicts]) for k in dicts[0]}
+
     return Stats(
         fold(np.add, [s.sums for s in stats]), fold(np.minimum, [s.mins for s in stats]), fold(np.maximum, [s.maxs for s in stats])
     )

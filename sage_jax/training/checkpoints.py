@@ -9,7 +9,6 @@ array shards are checked by their size here and by the reader when restored). A 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -30,15 +29,6 @@ from sage_jax.training.state import TrainState
 
 MANIFEST = "MANIFEST.json"
 HASH_LIMIT = 64 * 2**20  # bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """What a checkpoint held."""
-
-    state: TrainState
-    meta: dict[str, Any]
-    path: Path
 
 
 class Checkpoints:
@@ -97,22 +87,29 @@ class Checkpoints:
             return -math.inf
         return self._best.restore(step, {"meta": ocp.args.JsonRestore()})["meta"]["metrics"][self.best_metric]
 
+    def latest_step(self) -> int | None:
+        """The newest finished checkpoint to continue from; None if there is none."""
+        return next(iter(self.steps()), None)
+
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint to continue from, newest first. Damage is found when one is restored."""
         self._last.wait()
         return self._last.finished()
 
-    def restore_latest(self, like: TrainState, iterator: Any) -> Restored | None:
+    def restore_latest(self, like: TrainState, iterator: Any) -> tuple[TrainState, dict[str, Any]]:
         """The newest whole checkpoint, onto the shardings of `like`; `iterator` is set to its place.
 
-        Damaged ones are passed over with a warning that names them. None if none was ever finished.
+        Damaged and unfinished ones are passed over with a warning that names them.
 
         Args:
           like: a state of the wanted shapes, dtypes and shardings; arrays or jax.ShapeDtypeStruct.
           iterator: a Grain iterator over the same pipeline.
 
+        Returns:
+          (state, the `meta` given to `save`).
+
         Raises:
-          CheckpointError: all are damaged, or the checkpoint belongs to another model, optimizer or data pipeline.
+          CheckpointError: there is none, all are damaged, or the checkpoint belongs to another model, optimizer or data pipeline.
         """
         self._last.wait()
         finished = self._last.finished()
@@ -138,13 +135,13 @@ class Checkpoints:
                 warnings.warn(f"checkpoint {path} cannot be read ({type(error).__name__}: {error}); trying an older one", stacklevel=2)
                 continue
             state = TrainState(got["params"], got["opt"], **meta["counters"])
-            return Restored(state, meta["user"], path)
+            return state, meta["user"]
         if finished:
             raise CheckpointError(f"all checkpoints in {self._last.path} are damaged: steps {finished}; move the folder away to start anew")
-        return None
+        raise CheckpointError(f"{self._last.path} holds no finished checkpoint")
 
-    def restore_params(self, params_like: Any, which: str = "best") -> Restored:
-        """Parameters alone, for evaluation and export. The state has no optimizer.
+    def restore_params(self, params_like: Any, which: str = "best") -> tuple[TrainState, dict[str, Any]]:
+        """Parameters alone, for evaluation and export: (a state without optimizer, meta).
 
         Args:
           params_like: arrays or abstract arrays with the wanted shardings.
@@ -171,7 +168,7 @@ class Checkpoints:
             raise
         except Exception as error:
             raise CheckpointError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
-        return Restored(TrainState(got["params"], None, **meta["counters"]), meta["user"], path)
+        return TrainState(got["params"], None, **meta["counters"]), meta["user"]
 
     def wait(self) -> None:
         """Blocks until all is on disk; raises CheckpointError if a save failed."""

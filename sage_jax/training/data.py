@@ -11,24 +11,29 @@ import numpy as np
 from sage_jax.errors import ConfigError
 
 
-def index_iterator(items: Sequence, batch: int, seed: int) -> grain.DatasetIterator:
-    """Endless batches of `items` in an order reshuffled each epoch; each item at most once a batch.
+def scenario_iterator(scenario_ids: Sequence[str], batch: int, seed: int) -> grain.DatasetIterator:
+    """Endless lists of `batch` scenarios in an order reshuffled each epoch; each at most once a list.
 
     An epoch's rest that does not fill a batch is left to the next epochs, which shuffle anew. Nothing is prefetched, so
     `get_state` says what has been handed out and no more; `set_state` continues exactly there.
 
     Returns:
-      an iterator over numpy arrays [batch], with `get_state`, `set_state`; save it with `grain.checkpoint.CheckpointSave`.
+      an iterator over lists of str, with `get_state`, `set_state`; save it with `grain.checkpoint.CheckpointSave`.
 
     Raises:
-      ConfigError: for a batch larger than the number of items, or items that are not distinct.
+      ConfigError: for a batch larger than the number of scenarios, or ids that are not distinct.
     """
-    items = list(items)
-    if len(set(items)) != len(items):
-        raise ConfigError("the items of a data pipeline must be distinct")
+    ids = list(scenario_ids)
+    if len(set(ids)) != len(ids):
+        raise ConfigError("the scenario ids of a data pipeline must be distinct")
+    return shuffled_batches(ids, batch, seed)
+
+
+def shuffled_batches(items: Sequence, batch: int, seed: int) -> grain.DatasetIterator:
+    """As `scenario_iterator`, for any items (by their place); lists of `batch` items."""
     if not 1 <= batch <= len(items):
         raise ConfigError(f"a step cannot take {batch} of {len(items)} items without taking one twice")
-    dataset = grain.MapDataset.source(items).seed(seed).shuffle().batch(batch, drop_remainder=True).repeat()
+    dataset = grain.MapDataset.source(items).seed(seed).shuffle().batch(batch, drop_remainder=True, batch_fn=list).repeat()
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 

@@ -49,15 +49,15 @@ class MetricsWriter:
 
     Args:
       workdir: folder of the run; made if missing.
-      resume_step: the step that was restored: lines of later steps are cut (the file is rewritten and renamed), and
-        TensorBoard is told to forget them. 0 for a run from its start.
+      resume_step: the first step that will be written: lines of this and later steps are cut (the file is rewritten
+        and renamed), and TensorBoard is told to forget them. 0 for a run from its start.
     """
 
     def __init__(self, workdir: str | os.PathLike, resume_step: int = 0):
         self._dir = Path(workdir)
         self._dir.mkdir(parents=True, exist_ok=True)
         path = self._dir / "metrics.jsonl"
-        kept = [r for r in read_metrics(workdir) if r["step"] <= resume_step]
+        kept = [r for r in read_metrics(workdir) if r["step"] < resume_step]
         if path.exists():
             temporary = path.with_suffix(".jsonl.tmp")
             temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
@@ -65,7 +65,7 @@ class MetricsWriter:
         self._last_step = kept[-1]["step"] if kept else 0
         self._file = path.open("a")
         self._events = EventFileWriter(str(self._dir / "tensorboard"))
-        start = event_pb2.Event(wall_time=time.time(), step=resume_step + 1)
+        start = event_pb2.Event(wall_time=time.time(), step=resume_step)
         start.session_log.status = event_pb2.SessionLog.START  # TensorBoard drops what older files say from here on
         self._events.add_event(start)
 

@@ -20,6 +20,7 @@ from sage_jax.model.config import ModelConfig
 
 NEG = -1e30  # instead of -inf: differences of two masked scores stay finite
 BLOCK = 128  # cache slots read at a time
+FLAT = 128  # K * H up to which one query a row is computed block-diagonally
 
 
 @jax.tree_util.register_dataclass
@@ -108,16 +109,16 @@ def attend_cached(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, layer:
     kv_heads, slots = k.shape[2], cache.length
     width = min(BLOCK, slots)
     q = q.reshape(batch, length, kv_heads, -1, size)
+    score, mix, shape = _flat(q) if length == 1 and kv_heads * size <= FLAT else _grouped(q)
 
     def fold(state, keys, values, mask):  # one step of the online softmax; mask [B, T, U]
         top, total, acc = state
-        s = jnp.einsum("btkgh,bukh->bkgtu", q, keys, preferred_element_type=jnp.float32) * size**-0.5
-        mask = mask[:, None, None]
+        s = score(keys) * size**-0.5
+        mask = mask if len(shape) == 3 else mask[:, None, None]  # flat: T is 1 and broadcasts over the heads
         new = jnp.maximum(top, jnp.where(mask, s, NEG).max(-1))
         p = jnp.where(mask, jnp.exp(s - new[..., None]), 0.0)
         keep = jnp.exp(top - new)
-        add = jnp.einsum("bkgtu,bukh->bkgth", p.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return new, total * keep + p.sum(-1), acc * keep[..., None] + add
+        return new, total * keep + p.sum(-1), acc * keep[..., None] + mix(p.astype(values.dtype), values)
 
     def block(i, state):
         start = jnp.minimum(i * width, slots - width)  # the last block may overlap the one before: masked below
@@ -128,13 +129,50 @@ def attend_cached(q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, layer:
         visible = ~jax.lax.dynamic_slice(view.hidden, (0, start), (batch, width)) & (slot >= i * width)
         return fold(state, keys, values, visible[:, None] & (slot <= view.query[..., None]))
 
-    shape = (batch, kv_heads, heads // kv_heads, length)
-    state = (jnp.full(shape, NEG, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, size), jnp.float32))
     own = (view.query >= 0)[:, None, :] & (view.query[:, None, :] <= view.query[:, :, None])
+    state = jnp.full(shape[:-1], NEG, jnp.float32), jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape, jnp.float32)
     state = fold(state, k, v, own)
     _, total, acc = jax.lax.fori_loop(0, view.blocks, block, state)
     out = acc / jnp.maximum(total, 1e-30)[..., None]
+    if len(shape) == 3:  # flat: each head keeps its own group's columns
+        out = jnp.einsum("bkgkh->bkgh", out.reshape(batch, kv_heads, -1, kv_heads, size))[:, :, :, None]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q.dtype)
+
+
+def _grouped(q: jax.Array):
+    """Score and mix functions with state shape [B, K, G, T, H], for q [B, T, K, G, H]."""
+    batch, length, kv_heads, group, size = q.shape
+
+    def score(keys):
+        return jnp.einsum("btkgh,bukh->bkgtu", q, keys, preferred_element_type=jnp.float32)
+
+    def mix(p, values):
+        return jnp.einsum("bkgtu,bukh->bkgth", p, values, preferred_element_type=jnp.float32)
+
+    return score, mix, (batch, kv_heads, group, length, size)
+
+
+def _flat(q: jax.Array):
+    """The same for one query a row and small heads, with state shape [B, N, K H]: queries become block-diagonal over the key/value heads.
+
+    K times the arithmetic, but the cache is read in the order it lies in, by one matrix product a row: on a CPU this is
+    faster than a transposed copy of the cache and K small products a row.
+    """
+    batch, _, kv_heads, group, size = q.shape
+    eye = jnp.eye(kv_heads, dtype=q.dtype)
+    wide = jnp.einsum("bkgh,kj->bjhkg", q[:, 0], eye).reshape(batch, kv_heads * size, kv_heads * group)
+
+    def rows(a):
+        return a.reshape(*a.shape[:2], -1)
+
+    def score(keys):
+        s = jnp.einsum("buc,bcn->bun", rows(keys), wide, preferred_element_type=jnp.float32)
+        return s.transpose(0, 2, 1)
+
+    def mix(p, values):
+        return jnp.einsum("bnu,buc->bnc", p, rows(values), preferred_element_type=jnp.float32)
+
+    return score, mix, (batch, kv_heads * group, kv_heads * size)
 
 
 def write(cache: Cache, keys: jax.Array, values: jax.Array, view: CacheView) -> Cache:

@@ -107,6 +107,7 @@ class Engine:
         self._cache = jax.jit(lambda: make_cache(cfg, slots, context), out_shardings=sharding)()
         self._kernels = kernels.build(graphdef, chunk=decode_chunk, vocab=tokenizer.vocab_size, cache_sharding=sharding)
         self._warm_shapes: int | None = None
+        self._automaton: ByteAutomaton | None = None
         self.use_automaton(None)
 
         self._wake = threading.Condition()
@@ -126,13 +127,22 @@ class Engine:
     # ---- called from outside
 
     def use_automaton(self, automaton: ByteAutomaton | None) -> None:
-        """The stop condition of requests with `stop_at_accept`. Set it before the first request (another one recompiles)."""
+        """The stop condition of requests with `stop_at_accept`; once for all of them.
+
+        Setting the same one again does nothing; another one while requests may be under way raises ConfigError.
+        """
+        if self._automaton is not None:
+            same = automaton is not None and np.array_equal(self._automaton.transition, automaton.transition)
+            if same and (self._automaton.start, self._automaton.accept) == (automaton.start, automaton.accept):
+                return
+            raise ConfigError("the engine has another automaton already: one engine follows one stop condition")
+        self._automaton = automaton
         if automaton is None:
             table, self._start, accept = np.zeros((0, self._cfg.vocab_size), np.int16), 0, -1
         else:
             table = compile_for(automaton, self._tokenizer, self._cfg.vocab_size)
             self._start, accept = automaton.start, automaton.accept
-        self._has_automaton, self._no_automaton = automaton is not None, len(table)
+        self._no_automaton = len(table)
         none = np.full((1, table.shape[1]), len(table), np.int16)  # a state that no token leaves
         self._table, self._accept = jnp.asarray(np.concatenate([table, none])), np.int32(accept)
 
@@ -150,17 +160,18 @@ class Engine:
 
         self._call(take).result()
 
-    def submit(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey) -> concurrent.futures.Future:
+    def submit(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey, *, after: int | None = None) -> concurrent.futures.Future:
         """Continues conversation `uid` with the new `ids` and samples; a future of `Result`.
 
-        `ids` follow all ids given and sampled before in this conversation. The future raises SamplingError for a request
+        `ids` follow all ids given and sampled before in this conversation; `after`, if given, is how many the caller
+        thinks these are, and another number in the engine is a SamplingError. The future raises SamplingError for a request
         that cannot be served (other requests go on, and the conversation stays as it was) and InfrastructureError if the
         engine stopped. Cancelling it takes the request back as if it had not been made.
         """
         future = concurrent.futures.Future()
         try:
             sampling.check()
-            if sampling.stop_at_accept and not self._has_automaton:
+            if sampling.stop_at_accept and self._automaton is None:
                 raise SamplingError("stop_at_accept without an automaton: call use_automaton first")
             job = _Job(
                 checked_ids(ids, self._tokenizer.vocab_size), sampling, key_data(key.seed, key.path), future, time.monotonic()
@@ -168,12 +179,12 @@ class Engine:
         except SamplingError as error:
             future.set_exception(error)
             return future
-        self._post(lambda: self._take(uid, job), future)
+        self._post(lambda: self._take(uid, job, after), future)
         return future
 
-    async def sample(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey) -> Result:
+    async def sample(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey, *, after: int | None = None) -> Result:
         """`submit` for asyncio; cancelling the awaiting task cancels the request."""
-        return await asyncio.wrap_future(self.submit(uid, ids, sampling, key))
+        return await asyncio.wrap_future(self.submit(uid, ids, sampling, key, after=after))
 
     def release(self, uid: str) -> None:
         """Ends a conversation and frees its slot; a request still open is cancelled. Unknown or ended ones are no error."""
@@ -315,15 +326,17 @@ class Engine:
     def _jobs(self) -> list[_Conversation]:
         return [c for c in self._conversations.values() if c.slot is not None and c.job is not None]
 
-    def _take(self, uid: str, job: _Job) -> None:
-        conversation = self._conversations.get(uid)
-        if conversation is None:
-            conversation = _Conversation(uid)
+    def _take(self, uid: str, job: _Job, after: int | None) -> None:
+        self._drop_cancelled()  # the request before may have been cancelled to make room for this one
+        conversation = self._conversations.get(uid) or _Conversation(uid)
         if self._params is None:
             return self._deliver(job.future, SamplingError("the engine has no weights yet: call set_params first"))
         if conversation.job is not None:
             return self._deliver(job.future, SamplingError(f"conversation {uid!r} has an open request: one at a time"))
-        job.prompt = conversation.length + len(conversation.tail) + len(job.ids)
+        held = conversation.length + len(conversation.tail)
+        if after is not None and after != held:
+            return self._deliver(job.future, SamplingError(f"conversation {uid!r} holds {held} ids, not {after} as the request says"))
+        job.prompt = held + len(job.ids)
         if job.prompt == 0:
             return self._deliver(job.future, SamplingError("empty prompt: at least one id is needed"))
         if job.prompt + 1 > self.context:

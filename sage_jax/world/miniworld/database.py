@@ -48,6 +48,7 @@ def write_app(app: str, plan: c.Plan, folder: Path, api_docs: dict | None = None
              "gmail": _gmail, "file_system": _file_system, "splitwise": _splitwise, "amazon": _amazon}[app](rows, plan)
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{app}.db"
+        target.unlink(missing_ok=True)
         collection.reset_db_home_path()
         collection[app].SQLModel.db.save("full", str(target))
         collection.close()
@@ -334,3 +335,12 @@ def api_documents() -> dict:
 
     docs = ApiDocCollection.build(load_apps=tuple(get_all_apps(skip_admin=True)))
     return json.loads(json.dumps({app: dict(apis.items()) for app, apis in docs.items() if not app.startswith("_")}))
+
+
+def write_api_documents(docs: dict, root: Path) -> None:
+    """`data/api_docs/standard/<app>.json` in the form that the engine loads."""
+    folder = root / "data" / "api_docs" / "standard"
+    folder.mkdir(parents=True, exist_ok=True)
+    for app, apis in docs.items():
+        marked = {name: {**doc, "canary_string": ""} for name, doc in apis.items()}
+        (folder / f"{app}.json").write_text(json.dumps(marked, indent=1) + "\n")

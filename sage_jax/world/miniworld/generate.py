@@ -38,7 +38,7 @@ def _moment(rng: random.Random, days: int = 120) -> datetime.datetime:
 
 def _people(rng: random.Random, size: int) -> tuple[c.Person, ...]:
     firsts, lasts = rng.sample(words.FIRST, size), rng.sample(words.LAST, size)
-    test, dev = max(4, size // 4), max(2, size // 8)
+    test, dev = max(4, size // 4), max(3, size // 8)
     pools = ["test"] * test + ["dev"] * dev + ["train"] * (size - test - dev)
     rng.shuffle(pools)
     out = []
@@ -86,7 +86,8 @@ def _music(rng: random.Random, titles: words.Titles, people: tuple[c.Person, ...
         library.update(rng.sample(all_songs, 4))
         library_songs[person.id] = tuple(rng.sample(sorted(library), len(library)))
         library_albums[person.id] = tuple(rng.sample(range(1, n_albums + 1), rng.randrange(6, 13)))
-        liked[person.id] = tuple(rng.sample(all_songs, rng.randrange(6, 13)))
+        likes = {*rng.sample(pool, min(6, len(pool))), *rng.sample(all_songs, rng.randrange(3, 7))}
+        liked[person.id] = tuple(rng.sample(sorted(likes), len(likes)))
         followed[person.id] = tuple(rng.sample(range(1, n_artists + 1), rng.randrange(6, 13)))
     return {"artists": artists, "albums": tuple(albums), "songs": tuple(songs), "playlists": tuple(playlists),
             "library_songs": library_songs, "library_albums": library_albums, "liked_songs": liked, "followed_artists": followed}

@@ -35,6 +35,10 @@ class TaskPlan:
     instruction: str
 
     @property
+    def scenario_id(self) -> str:
+        return self.task_id.partition("_")[0]
+
+    @property
     def reference(self) -> Reference:
         f, values = self.family, self.draw.values
         return Reference(self.task_id, f.name, f.kind, f.function, f.name, f.call(values), f.inline(values), f.lookup, values)
@@ -58,7 +62,8 @@ def plan_tasks(plan: c.Plan, scenarios: int) -> tuple[TaskPlan, ...]:
     used: set[tuple] = set()  # (split, family, person, arguments): a task is not asked twice while others are left
     for split, size in split_sizes(scenarios).items():
         families = families_of("challenge" if split == "test_challenge" else "normal")
-        order = random.Random(f"{plan.seed} {split}").sample(families, len(families))
+        # One order for all splits: however small a world is, dev and test_normal ask what its train asks.
+        order = random.Random(f"{plan.seed} families").sample(families, len(families))
         for k in range(size):
             out += _scenario(plan, split, order[k % len(order)], k, used)
     return tuple(out)
@@ -68,17 +73,17 @@ def _scenario(plan: c.Plan, split: str, family: Family, k: int, used: set[tuple]
     rng = random.Random(f"{plan.seed} {split} {k} {family.name}")
     scenario = hashlib.sha256(f"{plan.seed} {split} {k} {family.name}".encode()).hexdigest()[:7]
     out: list[TaskPlan] = []
-    # Ask again what another scenario asked only when nothing else is found; allow equal answers only as a last resort.
-    for fresh, distinct in ((True, True), (False, True), (False, False)):
+    # Ask again what another scenario asked only when nothing else is found; equal answers and the same person are last resorts.
+    for fresh, distinct, others in ((True, True, True), (False, True, True), (False, False, True), (False, False, False)):
         people = list(plan.pool(_POOLS[split]))
         rng.shuffle(people)
         for person in people * 4:
-            if any(t.person.id == person.id for t in out):
+            if others and any(t.person.id == person.id for t in out):
                 continue
             draw = family.draw(rng, plan, person)
             if draw is None or (fresh and (split, family.name, person.id, str(draw.values)) in used):
                 continue
-            if any(draw.values and t.draw.values == draw.values for t in out):
+            if any(t.draw.values == draw.values and (draw.values or t.person.id == person.id) for t in out):
                 continue
             if distinct and any(t.draw.answer is not None and t.draw.answer == draw.answer for t in out):
                 continue  # equal answers would let a function with frozen arguments pass

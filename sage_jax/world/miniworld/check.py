@@ -1,0 +1,80 @@
+"""Checks of built tasks in the running engine: what must solve a task solves it, what must not does not.
+
+Every task: doing nothing fails exactly the tests that it should, a reference of another scenario fails, the function of the
+scenario's first task with this task's call passes, and so does the direct code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sage_jax.errors import DataRootError
+from sage_jax.world.miniworld import evaluation
+from sage_jax.world.miniworld.references import Reference
+from sage_jax.world.miniworld.tasks import TaskPlan
+
+EXPERIMENT = "miniworld_check"
+MAX_LOOKUP = 150  # characters that a lookup may print
+
+
+class CheckError(DataRootError):
+    """A task of the mini world that does not hold what it promises; names the task, the check and the requirement."""
+
+
+def wrong_reference(groups: dict[str, list[TaskPlan]], scenario: str) -> Reference:
+    """The reference of another scenario's first task: a question, so that a world stays usable after it.
+
+    It is the next scenario of another family, in a fixed order that starts behind `scenario`.
+    """
+    names = list(groups)
+    place = names.index(scenario)
+    for name in names[place + 1 :] + names[:place]:
+        first = groups[name][0].reference
+        if first.kind == "question" and first.family != groups[scenario][0].family.name:
+            return first
+    raise CheckError(f"scenario {scenario}: no other scenario asks a question of another family")
+
+
+def check_scenario(tasks: Sequence[TaskPlan], wrong: Reference) -> None:
+    """Runs all checks of one scenario's written tasks. Raises CheckError at the first that fails."""
+    function = tasks[0].reference.function
+    for task in tasks:
+        _check_task(task, function, wrong)
+
+
+def _check_task(task: TaskPlan, function: str, wrong: Reference) -> None:
+    from appworld import AppWorld
+
+    reference = task.reference
+    expected = {t["requirement"] for t in evaluation.test_data(task.draw) if t["label"] == "no_op_fail"}
+    with AppWorld(task_id=task.task_id, experiment_name=EXPERIMENT) as world:
+        failed = _failures(world)
+        if failed != expected:
+            raise CheckError(f"task {task.task_id} ({task.family.name}): doing nothing fails {sorted(failed)}, "
+                             f"expected {sorted(expected)}")
+        world.execute(wrong.function_solution)
+        if not _failures(world):
+            raise CheckError(f"task {task.task_id} ({task.family.name}): the reference of {wrong.task_id} passes")
+        shown = world.execute(reference.lookup)
+        if "Execution failed" in shown or len(shown.strip()) >= MAX_LOOKUP:
+            raise CheckError(f"task {task.task_id} ({task.family.name}): the lookup prints {shown!r}")
+        _must_pass(world, task, f"{function}\n{reference.call_solution}", "function and call")
+        if reference.kind == "question":
+            _must_pass(world, task, reference.inline_solution, "direct code")
+    if reference.kind == "change":
+        with AppWorld(task_id=task.task_id, experiment_name=EXPERIMENT) as world:
+            _must_pass(world, task, reference.inline_solution, "direct code")
+
+
+def _failures(world) -> set[str]:
+    return {f["requirement"] for f in world.evaluate().failures}
+
+
+def _must_pass(world, task: TaskPlan, code: str, form: str) -> None:
+    output = world.execute(code)
+    tracker = world.evaluate()
+    if "Execution failed" in output or not tracker.success:
+        failures = "\n".join(f"{f['requirement']}\n{f['trace']}" for f in tracker.failures)
+        raise CheckError(f"task {task.task_id} ({task.family.name}, {task.split}): {form} does not pass.\n"
+                         f"instruction: {task.instruction}\nexpected answer: {task.draw.answer!r}\n{failures}\n"
+                         f"output: {output}\ncode:\n{code}")

@@ -1,0 +1,26 @@
+"""Fixtures that several rooms share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sage_jax.world.roots import DataRoot, open_root
+
+
+@pytest.fixture(scope="session")
+def mini_cache(tmp_path_factory) -> Path:
+    """Cache folder of the tests' mini world: SAGE_TEST_CACHE (kept between runs), else a temporary folder."""
+    kept = os.environ.get("SAGE_TEST_CACHE")
+    return Path(kept) if kept else tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def mini_root(mini_cache) -> DataRoot:
+    """A mini world of 12 scenarios, built once a session."""
+    from sage_jax.world.miniworld.build import build
+    from sage_jax.world.roots import SMOKE_SCENARIOS
+
+    return open_root(build(SMOKE_SCENARIOS, seed=0, cache=mini_cache, quiet=True))

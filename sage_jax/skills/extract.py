@@ -135,9 +135,10 @@ class _Namespace:
         return [(n, t) for n, t in self._were_functions.items() if self.names[n].kind != "function"]
 
     def run(self, turn: int, code: str, tree: ast.Module) -> None:
+        lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", code)  # the interpreter's line ends only; str.splitlines knows more
         for stmt in tree.body:
             self._order += 1
-            self._statement(turn, code, stmt)
+            self._statement(turn, lines, stmt)
 
     def _bind(self, name: str, kind: str, turn: int, text: str = "", node=None, why: str = "") -> None:
         earlier = ()
@@ -147,17 +148,17 @@ class _Namespace:
             earlier = (*old.earlier, (old.order, old.text)) if _dotted(node, name) else ()
         self.names[name] = _Binding(name, kind, turn, self._order, text, node, why, earlier)
 
-    def _statement(self, turn: int, code: str, stmt: ast.stmt) -> None:
+    def _statement(self, turn: int, lines: list[str], stmt: ast.stmt) -> None:
         if isinstance(stmt, ast.Import | ast.ImportFrom):
-            text = ast.get_source_segment(code, stmt) or ""
+            text = _statement_slice(lines, stmt)
             for alias in stmt.names:
                 if alias.name != "*":
                     self._bind(alias.asname or alias.name.split(".")[0], "import", turn, text, stmt)
         elif isinstance(stmt, _DEFS):
             self._were_functions[stmt.name] = turn
-            self._bind(stmt.name, "function", turn, _function_slice(code, stmt), stmt)
+            self._bind(stmt.name, "function", turn, _function_slice(lines, stmt), stmt)
         elif (targets := _constant_targets(stmt)) is not None:
-            text = ast.get_source_segment(code, stmt) or ""
+            text = _statement_slice(lines, stmt)
             for name in targets:
                 self._bind(name, "constant", turn, text, stmt)
         else:
@@ -284,9 +285,16 @@ def _parse(code: str) -> tuple[ast.Module, str]:
         return ast.parse(dedented), dedented
 
 
-def _function_slice(code: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _statement_slice(lines: list[str], stmt: ast.stmt) -> str:
+    """The statement alone, also where others share its lines."""
+    held = [line.encode("utf-8", "surrogatepass") for line in lines[stmt.lineno - 1 : stmt.end_lineno]]
+    held[-1] = held[-1][: stmt.end_col_offset]  # first the end: it may be the same line
+    held[0] = held[0][stmt.col_offset :]
+    return b"".join(held).decode("utf-8", "surrogatepass")
+
+
+def _function_slice(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Whole lines from the first decorator to the end of the body, byte for byte, without the last line break."""
-    lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", code)  # the interpreter's line ends only; str.splitlines knows more
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     while node.decorator_list and not lines[first].lstrip().startswith("@"):
         first -= 1  # "@(" on a line of its own

@@ -79,7 +79,7 @@ def test_incomplete_rows_say_so_before_the_table():
 
 def test_curves_with_all_some_and_no_keys(tmp_path):
     write_curves(tmp_path / "curves.png", sample_steps(), "Run")
-    for rows in ([], [{"step": 1}], [{"step": 1, "reward/mean": float("nan"), "update/gap_max_nats": 0.0}], sample_steps()[:2]):
+    for rows in ([], [{"step": 1, "reward/mean": float("nan"), "update/gap_max_nats": 0.0, "turns/mean": 2}]):
         assert curves_png(rows).startswith(b"\x89PNG")
     assert (tmp_path / "curves.png").stat().st_size > 30_000
 

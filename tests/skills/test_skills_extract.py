@@ -217,6 +217,8 @@ def test_a_wholly_indented_block_is_dedented():
 def test_two_statements_on_a_line_are_cut_apart():
     skill = only("import string; x = apis.y()\ndef f():\n    return string.digits\n")
     assert skill.imports == ("import string",)
+    skill = only("é = 'é'; K = {'é':\n  1}; y = apis.y()\ndef f():\n    return K\n")
+    assert skill.constants == ("K = {'é':\n  1}",)
 
 
 def test_a_helper_that_shadows_a_preloaded_name_is_not_carried():

@@ -26,6 +26,11 @@ def build(cfg, seed=0):
     return nnx.merge(graph, params)
 
 
+@nnx.jit
+def forward(policy, ids, positions, cache=None, cache_lengths=None):
+    return policy(ids, positions, cache=cache, cache_lengths=cache_lengths)
+
+
 def reference_logits(policy, ids):
     """One sequence, float64, head by head; ids [T] -> [T, V]."""
     cfg = policy.cfg
@@ -79,7 +84,7 @@ def arange(batch, length):
 def test_logits_equal_numpy(cfg):
     policy = build(cfg)
     ids = ids_of(np.random.default_rng(1), 2, 17)
-    hidden, cache = policy(ids, arange(2, 17))
+    hidden, cache = forward(policy, ids, arange(2, 17))
     assert cache is None
     for row in range(2):
         np.testing.assert_allclose(policy.logits(hidden)[row], reference_logits(policy, np.asarray(ids[row])), atol=2e-4)
@@ -95,7 +100,7 @@ def test_remat_changes_nothing(cfg):
     def loss(graph):
         return lambda params: token_logprobs(nnx.merge(graph, params), ids, arange(2, 9), None, 1.0, 60)[0].sum()
 
-    plain, again = jax.grad(loss(graph))(params), jax.grad(loss(remat))(params)
+    plain, again = jax.jit(jax.grad(loss(graph)))(params), jax.jit(jax.grad(loss(remat)))(params)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again)):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
@@ -108,14 +113,13 @@ def test_cached_equals_full_for_random_chunks(cfg, slots):
     rng = np.random.default_rng(slots)
     total, batch = slots, 3
     ids = np.asarray(ids_of(rng, batch, total))
-    want = np.asarray(policy.logits(policy(jnp.asarray(ids), arange(batch, total))[0]))
-    step = nnx.jit(lambda p, i, pos, c: p(i, pos, cache=c))
+    want = np.asarray(policy.logits(forward(policy, jnp.asarray(ids), arange(batch, total))[0]))
     cache = make_cache(cfg, batch, slots)
     cache = jax.tree.map(lambda a: a + 7.0, cache)  # stale content of an earlier user of the slots
     done, got = [0] * batch, np.zeros_like(want)
     width = 1
     while min(done) < total:
-        width = int(rng.choice([1, 5, 16])) if slots == 24 else int(rng.choice([1, 64]))
+        width = int(rng.choice([1, 6])) if slots == 24 else int(rng.choice([1, 64]))
         i, pos = np.zeros((batch, width), np.int32), np.full((batch, width), rng.choice([-1, slots, slots + 9]), np.int32)
         taken = []
         for row in range(batch):
@@ -124,7 +128,7 @@ def test_cached_equals_full_for_random_chunks(cfg, slots):
             i[row, left : left + n] = ids[row, done[row] : done[row] + n]
             pos[row, left : left + n] = np.arange(done[row], done[row] + n)
             taken.append((left, n))
-        hidden, cache = step(policy, jnp.asarray(i), jnp.asarray(pos), cache)
+        hidden, cache = forward(policy, jnp.asarray(i), jnp.asarray(pos), cache)
         logits = np.asarray(policy.logits(hidden))
         assert np.isfinite(logits).all()
         for row, (left, n) in enumerate(taken):
@@ -138,34 +142,33 @@ def test_padding_writes_nothing_and_cache_lengths_hide_slots():
     rng = np.random.default_rng(0)
     cache = jax.tree.map(lambda a: a + jnp.asarray(rng.normal(size=a.shape), a.dtype), make_cache(QWEN3, 2, 16))
     ids = ids_of(rng, 2, 3)
-    _, same = policy(ids, jnp.asarray([[-1, 16, 40], [-5, -1, 17]]), cache=cache)
+    _, same = forward(policy, ids, jnp.asarray([[-1, 16, 40], [-5, -1, 17]]), cache=cache)
     np.testing.assert_array_equal(same.k, cache.k)
     np.testing.assert_array_equal(same.v, cache.v)
     # with nothing visible before it, a token at position 4 is alone, as in an uncached segment of its own
-    hidden, _ = policy(ids[:, :1], jnp.full((2, 1), 4), cache=cache, cache_lengths=jnp.zeros(2, jnp.int32))
-    alone, _ = policy(ids[:, :1], jnp.full((2, 1), 4))
+    hidden, _ = forward(policy, ids[:, :1], jnp.full((2, 1), 4), cache=cache, cache_lengths=jnp.zeros(2, jnp.int32))
+    alone, _ = forward(policy, ids[:, :1], jnp.full((2, 1), 4))
     np.testing.assert_allclose(hidden, alone, atol=1e-5)
-    seen, _ = policy(ids[:, :1], jnp.full((2, 1), 4), cache=cache, cache_lengths=jnp.full(2, 4))
+    seen, _ = forward(policy, ids[:, :1], jnp.full((2, 1), 4), cache=cache, cache_lengths=jnp.full(2, 4))
     assert float(jnp.abs(seen - alone).max()) > 1e-3
 
 
 def test_rewritten_position_hides_the_old_key():
     policy = build(QWEN3)
     ids = ids_of(np.random.default_rng(3), 1, 8)
-    _, cache = policy(ids[:, ::-1], arange(1, 8), cache=make_cache(QWEN3, 1, 8))  # other tokens first
-    hidden, _ = policy(ids, arange(1, 8), cache=cache)
-    np.testing.assert_allclose(hidden, policy(ids, arange(1, 8))[0], atol=1e-5)
+    _, cache = forward(policy, ids[:, ::-1], arange(1, 8), cache=make_cache(QWEN3, 1, 8))  # other tokens first
+    hidden, _ = forward(policy, ids, arange(1, 8), cache=cache)
+    np.testing.assert_allclose(hidden, forward(policy, ids, arange(1, 8))[0], atol=1e-5)
 
 
 def test_a_row_does_not_depend_on_its_neighbours_bit_for_bit():
     policy = build(QWEN3)
-    step = nnx.jit(lambda p, i, pos, c: p(i, pos, cache=c)[0])
     rng = np.random.default_rng(0)
     slots = BLOCK * 2
     cache = jax.tree.map(lambda a: a + jnp.asarray(rng.normal(size=a.shape), a.dtype), make_cache(QWEN3, 4, slots))
     ids = ids_of(rng, 4, 1)
-    short = step(policy, ids, jnp.asarray([[3], [5], [7], [9]]), cache)
-    long = step(policy, ids.at[1:].add(1), jnp.asarray([[3], [200], [7], [255]]), cache)  # other blocks are read
+    short, _ = forward(policy, ids, jnp.asarray([[3], [5], [7], [9]]), cache)
+    long, _ = forward(policy, ids.at[1:].add(1), jnp.asarray([[3], [200], [7], [255]]), cache)  # other blocks are read
     np.testing.assert_array_equal(short[0], long[0])
 
 
@@ -174,7 +177,7 @@ def test_padding_and_packing_do_not_change_logprobs(cfg):
     policy = build(cfg)
     rng = np.random.default_rng(5)
     a, b = ids_of(rng, 1, 7), ids_of(rng, 1, 9)
-    logprobs = lambda ids, pos, seg, chunk=128: token_logprobs(policy, ids, pos, seg, 0.7, 60, chunk)
+    logprobs = lambda ids, pos, seg, chunk=128: jax.jit(lambda: token_logprobs(policy, ids, pos, seg, 0.7, 60, chunk))()
     want_a, ent_a = logprobs(a, arange(1, 7), None)
     want_b, _ = logprobs(b, arange(1, 9), None)
     pad = jnp.zeros((1, 4), jnp.int32)
@@ -201,7 +204,7 @@ def test_logprobs_and_entropy_are_over_the_real_vocabulary():
     want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(logp[1], want[np.arange(10), np.asarray(ids[1, 1:])], atol=5e-4)
     np.testing.assert_allclose(entropy[1], -(np.exp(want) * want).sum(-1), atol=5e-4)
-    masked = mask_padded(policy.logits(policy(ids, arange(2, 11))[0]), 50)
+    masked = mask_padded(policy.logits(forward(policy, ids, arange(2, 11))[0]), 50)
     assert float(jax.nn.softmax(masked)[..., 50:].max()) == 0.0
     with pytest.raises(ValueError, match="65 ids"):
         mask_padded(masked, 65)
@@ -211,7 +214,7 @@ def test_gradients_are_finite_with_padding_rows():
     policy = build(QWEN3)
     graph, params = nnx.split(policy)
     seg = jnp.asarray([[0] * 6, [0, 0, 1, 1, 1, 0]])
-    grad = jax.grad(lambda p: token_logprobs(nnx.merge(graph, p), jnp.ones((2, 6), jnp.int32), arange(2, 6), seg, 1.0, 64)[0].sum())
+    grad = jax.jit(jax.grad(lambda p: token_logprobs(nnx.merge(graph, p), jnp.ones((2, 6), jnp.int32), arange(2, 6), seg, 1.0, 64)[0].sum()))
     leaves = jax.tree.leaves(grad(params))
     assert all(bool(jnp.isfinite(g).all()) for g in leaves)
     assert sum(float(jnp.abs(g).sum()) for g in leaves) > 0
@@ -222,9 +225,9 @@ def test_bfloat16_compute_stays_near_float32():
     graph, params = nnx.split(policy)
     half = nnx.merge(nnx.split(Policy(QWEN3.replace(dtype="bfloat16"), nnx.Rngs(0)))[0], params)
     ids = ids_of(np.random.default_rng(1), 2, 12)
-    hidden, cache = half(ids, arange(2, 12), cache=make_cache(half.cfg, 2, 16))
+    hidden, cache = forward(half, ids, arange(2, 12), cache=make_cache(half.cfg, 2, 16))
     assert hidden.dtype == cache.k.dtype == jnp.bfloat16 and half.logits(hidden).dtype == jnp.float32
-    want = policy.logits(policy(ids, arange(2, 12))[0])
+    want = policy.logits(forward(policy, ids, arange(2, 12))[0])
     assert float(jnp.abs(half.logits(hidden) - want).mean()) < 0.05 * float(jnp.abs(want).mean())
 
 

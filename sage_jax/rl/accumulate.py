@@ -17,10 +17,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sage_jax.errors import ConfigError
+from sage_jax.model.sharding import RULES
 from sage_jax.rl.batch import TrainBatch
 from sage_jax.training.state import TrainState
 
-DATA_AXES = ("data", "fsdp")  # mesh axes over which rows are spread
+DATA_AXES = RULES["batch"]  # mesh axes over which rows are spread
 
 
 @jax.tree_util.register_dataclass

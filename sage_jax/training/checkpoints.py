@@ -37,10 +37,10 @@ class Checkpoints:
     Args:
       root: folder of the checkpoints.
       keep: how many of the newest to keep.
-      best_metric: name in the `metrics` of `save` by whose largest value the best one is kept.
+      best_metric: name in the `metrics` of `save` by whose largest value the best one is kept; empty: none is.
     """
 
-    def __init__(self, root: str | os.PathLike, keep: int = 3, best_metric: str = "eval/dev_sgc"):
+    def __init__(self, root: str | os.PathLike, keep: int = 3, best_metric: str = ""):
         self.root = Path(root).absolute()
         self.best_metric = best_metric
         self._last = _Folder(self.root / "last", keep)

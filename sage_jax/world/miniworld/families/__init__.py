@@ -6,7 +6,7 @@ import importlib
 
 from sage_jax.world.miniworld.family import Family
 
-MODULES = ("spotify",)
+MODULES = ("spotify", "venmo", "phone", "notes", "todos", "mail", "files", "splitwise", "combos")
 
 
 def all_families() -> tuple[Family, ...]:

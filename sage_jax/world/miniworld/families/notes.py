@@ -74,7 +74,7 @@ def _add_line(rng: random.Random, plan: Plan, person: Person) -> Draw:
     note, text = rng.choice(plan.notes_of(person)), short_text(rng)
     return Draw({"title": note.title, "text": text}, changes=(
         Change("simple_note.Note", updated={note.id: {"content": f"{note.content}\n{text}"}},
-               free=("updated_at", "search_text", "saved_search_text")),))
+               free=("updated_at",)),))
 
 
 def note_changes(person: Person, title: str, content: str) -> tuple[Change, ...]:

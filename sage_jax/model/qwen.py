@@ -14,9 +14,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sage_jax.model.attention import Cache, attend, attend_cached, cache_view, phases, rotate, sequence_mask, write
-from sage_jax.model.attention import make_cache as make_cache
+from sage_jax.model.attention import (
+    Cache,
+    attend,
+    attend_cached,
+    cache_view,
+    make_cache,
+    phases,
+    rotate,
+    sequence_mask,
+    write,
+)
 from sage_jax.model.config import ModelConfig
+
+__all__ = ["Cache", "Policy", "make_cache", "mask_padded", "token_logprobs"]
 
 UNROLL_CACHED = 8  # up to this depth the cached forward is unrolled: short decode steps pay for every loop trip
 
@@ -172,7 +183,10 @@ def token_logprobs(
     batch, steps = ids.shape[0], ids.shape[1] - 1
     chunk = min(chunk, steps)
     pad = -steps % chunk
-    cut = lambda a: jnp.moveaxis(a.reshape(batch, -1, chunk, *a.shape[2:]), 1, 0)
+
+    def cut(a: jax.Array) -> jax.Array:  # [B, chunks * chunk, ...] -> [chunks, B, chunk, ...]
+        return jnp.moveaxis(a.reshape(batch, -1, chunk, *a.shape[2:]), 1, 0)
+
     h = cut(jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0))))
     target = cut(jnp.pad(ids[:, 1:], ((0, 0), (0, pad))))
 
@@ -187,8 +201,7 @@ def token_logprobs(
         return None, (jnp.take_along_axis(logp, target[..., None], axis=-1)[..., 0], entropy)
 
     _, (logp, entropy) = jax.lax.scan(head, None, (h, target))
-    join = lambda a: jnp.moveaxis(a, 0, 1).reshape(batch, -1)[:, :steps]
-    logp, entropy = join(logp), join(entropy)
+    logp, entropy = (jnp.moveaxis(a, 0, 1).reshape(batch, -1)[:, :steps] for a in (logp, entropy))
     if segment_ids is not None:
         inside = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
         logp, entropy = jnp.where(inside, logp, 0.0), jnp.where(inside, entropy, 0.0)

@@ -1,5 +1,7 @@
 """The decoder against a plain numpy implementation, cached against uncached, packed and padded against alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 from sage_jax.model.attention import BLOCK, make_cache
 from sage_jax.model.config import ModelConfig
 from sage_jax.model.qwen import Policy, mask_padded, token_logprobs
+from sage_jax.model.sharding import abstract_params, create_params, make_mesh
 
 QWEN3 = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48, embed_init_std=0.5
@@ -17,12 +20,12 @@ QWEN2 = QWEN3.replace(qk_norm=False, attention_bias=True, tie_embeddings=False, 
 CONFIGS = pytest.mark.parametrize("cfg", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
 
 
+@functools.cache
 def build(cfg, seed=0):
     """A policy whose norms and biases differ from their initial ones and zeros, so that leaving one out shows."""
-    policy = Policy(cfg, nnx.Rngs(seed))
-    graph, params = nnx.split(policy)
+    graph, params = create_params(cfg, make_mesh(devices=jax.devices()[:1]), seed)
     rng = np.random.default_rng(seed)
-    params = jax.tree.map(lambda a: a + 0.1 * jnp.asarray(rng.normal(size=a.shape), a.dtype), params)
+    params = jax.tree.map(lambda a: jnp.asarray(np.asarray(a) + 0.1 * rng.normal(size=a.shape), a.dtype), params)
     return nnx.merge(graph, params)
 
 
@@ -94,7 +97,7 @@ def test_logits_equal_numpy(cfg):
 def test_remat_changes_nothing(cfg):
     policy = build(cfg)
     graph, params = nnx.split(policy)
-    remat = nnx.split(Policy(cfg.replace(remat=True), nnx.Rngs(0)))[0]
+    remat = abstract_params(cfg.replace(remat=True))[0]
     ids = ids_of(np.random.default_rng(1), 2, 9)
 
     def loss(graph):
@@ -177,7 +180,10 @@ def test_padding_and_packing_do_not_change_logprobs(cfg):
     policy = build(cfg)
     rng = np.random.default_rng(5)
     a, b = ids_of(rng, 1, 7), ids_of(rng, 1, 9)
-    logprobs = lambda ids, pos, seg, chunk=128: jax.jit(lambda: token_logprobs(policy, ids, pos, seg, 0.7, 60, chunk))()
+
+    def logprobs(ids, pos, seg, chunk=128):
+        return jax.jit(lambda: token_logprobs(policy, ids, pos, seg, 0.7, 60, chunk))()
+
     want_a, ent_a = logprobs(a, arange(1, 7), None)
     want_b, _ = logprobs(b, arange(1, 9), None)
     pad = jnp.zeros((1, 4), jnp.int32)
@@ -222,8 +228,8 @@ def test_gradients_are_finite_with_padding_rows():
 
 def test_bfloat16_compute_stays_near_float32():
     policy = build(QWEN3)
-    graph, params = nnx.split(policy)
-    half = nnx.merge(nnx.split(Policy(QWEN3.replace(dtype="bfloat16"), nnx.Rngs(0)))[0], params)
+    _, params = nnx.split(policy)
+    half = nnx.merge(abstract_params(QWEN3.replace(dtype="bfloat16"))[0], params)
     ids = ids_of(np.random.default_rng(1), 2, 12)
     hidden, cache = forward(half, ids, arange(2, 12), cache=make_cache(half.cfg, 2, 16))
     assert hidden.dtype == cache.k.dtype == jnp.bfloat16 and half.logits(hidden).dtype == jnp.float32

@@ -1,0 +1,220 @@
+"""Folders in and out, configs read and refused, presets, meshes."""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from sage_jax.errors import CheckpointError, ConfigError
+from sage_jax.model.config import ModelConfig
+from sage_jax.model.hf import DTYPES, load_hf, save_hf
+from sage_jax.model.presets import PRESETS, preset
+from sage_jax.model.sharding import create_params, make_mesh, spec
+from sage_jax.model.tokenizer import train_bpe
+
+QWEN3 = ModelConfig(vocab_size=64, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=24)
+QWEN2 = QWEN3.replace(qk_norm=False, attention_bias=True, tie_embeddings=False, head_dim=4)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({}, devices=jax.devices()[:1])
+
+
+@functools.cache
+def randomised(cfg, mesh):
+    graph, params = create_params(cfg, mesh, 3)
+    rng = np.random.default_rng(0)
+    return graph, jax.tree.map(lambda a: jnp.asarray(np.asarray(a) + rng.normal(size=a.shape), a.dtype), params)
+
+
+@pytest.mark.parametrize("cfg", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_round_trip_is_exact(cfg, dtype, mesh, tmp_path):
+    _, params = randomised(cfg, mesh)
+    save_hf(tmp_path / "m", cfg, params, None, dtype)
+    got_cfg, _, got = load_hf(tmp_path / "m", mesh)
+    assert got_cfg == cfg
+    want = jax.tree.map(lambda a: np.asarray(a).astype(DTYPES[dtype]).astype(np.float32), params)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        np.testing.assert_array_equal(a, b)
+    save_hf(tmp_path / "again", cfg, got, None, dtype)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "m/model.safetensors").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "m"]  # nothing temporary is left
+
+
+def test_folder_is_one_that_transformers_reads(mesh, tmp_path):
+    from transformers import AutoConfig, GenerationConfig
+
+    tokenizer = train_bpe(["a b c\n" * 20], 300)
+    cfg = QWEN3.replace(vocab_size=320)
+    save_hf(tmp_path / "m", cfg, randomised(cfg, mesh)[1], tokenizer)
+    config = AutoConfig.from_pretrained(tmp_path / "m")
+    assert type(config).__name__ == "Qwen3Config" and config.head_dim == 8
+    assert config.rope_parameters["rope_theta"] == cfg.rope_theta
+    assert set(GenerationConfig.from_pretrained(tmp_path / "m").eos_token_id) == tokenizer.stop_ids
+    assert ModelConfig.from_hf(config.to_dict()) == cfg
+    with pytest.raises(ConfigError, match="64 embedding rows"):
+        save_hf(tmp_path / "n", QWEN3, randomised(QWEN3, mesh)[1], tokenizer)
+    assert not (tmp_path / "n").exists()
+
+
+def test_sharded_index_and_all_faults_in_one_error(mesh, tmp_path):
+    _, params = randomised(QWEN3, mesh)
+    save_hf(tmp_path / "m", QWEN3, params, None, "float32")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    split = tmp_path / "split"
+    split.mkdir()
+    shutil.copy(tmp_path / "m/config.json", split)
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({n: tensors[n] for n in part}, split / file)
+    index = {"weight_map": {n: f for f, part in files.items() for n in part}}
+    (split / "model.safetensors.index.json").write_text(json.dumps(index))
+    for a, b in zip(jax.tree.leaves(load_hf(split, mesh)[2]), jax.tree.leaves(params)):
+        np.testing.assert_array_equal(a, b)
+    (split / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors"):
+        load_hf(split, mesh)
+
+    broken = {**tensors, "extra.weight": np.zeros(3, np.float32), "model.norm.weight": np.zeros(5, np.float32)}
+    del broken["model.layers.1.mlp.up_proj.weight"]
+    save_file(broken, tmp_path / "m/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"(?s)missing model\.layers\.1\.mlp\.up_proj.*surplus extra.*wrong shape model\.norm.*\[5\].*\[16\]"):
+        load_hf(tmp_path / "m", mesh)
+    raw = (tmp_path / "m/model.safetensors").read_bytes()
+    for cut in (len(raw) - 1, 20):
+        (tmp_path / "m/model.safetensors").write_bytes(raw[:cut])
+        with pytest.raises(CheckpointError, match="truncated"):
+            load_hf(tmp_path / "m", mesh)
+
+
+def test_rope_theta_wherever_it_is_kept():
+    raw = QWEN3.to_hf()
+    del raw["rope_theta"], raw["rope_parameters"]
+    assert ModelConfig.from_hf({**raw, "rope_theta": 5e5}).rope_theta == 5e5
+    assert ModelConfig.from_hf({**raw, "rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}).rope_theta == 7e5
+    with pytest.raises(ConfigError, match="different values"):
+        ModelConfig.from_hf({**raw, "rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "llama"},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6}},
+        {"use_sliding_window": True},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"vision_config": {"depth": 2}},
+        {"num_experts": 8},
+    ],
+)
+def test_unsupported_keys_are_named_with_their_value(change):
+    (key, value), = change.items()
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**QWEN3.to_hf(), **change})
+    assert key in str(error.value) and repr(value) in str(error.value)
+
+
+def test_presets():
+    for name, cfg in PRESETS.items():
+        assert ModelConfig.from_hf(cfg.to_hf(), dtype=cfg.dtype) == cfg, name
+    tiny = preset("tiny", vocab_size=704)
+    assert (tiny.vocab_size, tiny.hidden_size, tiny.head_dim, tiny.embed_init_std) == (704, 128, 16, 0.1)
+    with pytest.raises(ConfigError, match=r"tiny.*qwen3_32b"):
+        preset("small")
+    with pytest.raises(ConfigError, match="hidden_size"):
+        preset("tiny", width=3)
+
+
+class FakeMesh:
+    shape = {"data": 1, "fsdp": 3, "tensor": 4}  # noqa: RUF012
+
+
+def test_sizes_that_do_not_divide_are_named_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"size 16 .*size 3"):
+        spec(("embed",), (16,), FakeMesh)
+    with pytest.raises(ConfigError, match=r"size 3 .*size 4"):
+        spec(("kv_heads",), (3,), FakeMesh)
+    assert spec(("kv_heads", "head_dim"), (2, 8), FakeMesh) == jax.sharding.PartitionSpec(None, None)
+    with pytest.raises(ConfigError, match="meet"):
+        spec(("mlp", "vocab"), (8, 8), FakeMesh)
+    with pytest.raises(ConfigError, match="unknown logical axis"):
+        spec(("width",), (8,), FakeMesh)
+    with pytest.raises(ConfigError, match="unknown mesh axes"):
+        make_mesh({"model": 1})
+    with pytest.raises(ConfigError, match=r"needs 64 devices"):
+        make_mesh({"tensor": 64})
+
+
+@pytest.mark.slow
+def test_eight_devices_give_the_same_logits_and_nothing_is_replicated():
+    code = """
+    import jax, jax.numpy as jnp, numpy as np, optax
+    from flax import nnx
+    from sage_jax.model.config import ModelConfig
+    from sage_jax.model.qwen import make_cache
+    from sage_jax.model.sharding import create_params, make_mesh, place
+    assert jax.device_count() == 8
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 12)), jnp.int32)
+    pos = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (8, 12))
+    base = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, mlp_size=64)
+    for cfg in (base, base.replace(qk_norm=False, attention_bias=True, tie_embeddings=False)):
+        want = None
+        for shape in ({}, dict(data=8), dict(fsdp=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4)):
+            mesh = make_mesh(shape, devices=jax.devices()[: 8 if shape else 1])
+            graph, params = create_params(cfg, mesh, 0)
+            logits = jax.jit(lambda p: (lambda m: m.logits(m(ids, pos)[0]))(nnx.merge(graph, p)))(params)
+            cached = jax.jit(lambda p: (lambda m: m.logits(m(ids, pos, cache=make_cache(cfg, 8, 16))[0]))(nnx.merge(graph, p)))(params)
+            want = np.asarray(logits) if want is None else want
+            np.testing.assert_allclose(logits, want, atol=1e-4)
+            np.testing.assert_allclose(cached, want, atol=1e-4)
+            tx = optax.adamw(1e-3)
+            state = jax.jit(tx.init, out_shardings=place(jax.eval_shape(tx.init, params), mesh))(params)
+            if shape.get("fsdp", 1) == 1:
+                continue
+            split = shape["fsdp"] * shape.get("tensor", 1)
+            for leaf in jax.tree.leaves((params, state)):
+                if leaf.size > 8 * 8 * 4 * 2:  # larger than any norm or bias
+                    part = leaf.addressable_shards[0].data.size
+                    assert part * split == leaf.size, (shape, leaf.shape, leaf.sharding)
+    print("same")
+    """
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env={**env, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True,
+        timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr[-3000:]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cfg", [QWEN3, QWEN2], ids=["qwen3", "qwen2"])
+def test_logits_equal_transformers(cfg, mesh, tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the extra: pip install sage-jax[parity]")
+    from transformers import AutoModelForCausalLM
+
+    graph, params = randomised(cfg, mesh)
+    save_hf(tmp_path / "m", cfg, params, None, "float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    ids = np.random.default_rng(0).integers(0, 64, (2, 19))
+    with torch.no_grad():
+        want = theirs(torch.tensor(ids)).logits.numpy()
+    policy = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(19, dtype=jnp.int32), (2, 19))
+    got = policy.logits(policy(jnp.asarray(ids, jnp.int32), positions)[0])
+    np.testing.assert_allclose(got, want, atol=2e-4 * max(1.0, np.abs(want).max()))

@@ -110,8 +110,9 @@ def base() -> ConfigDict:
 
     c.collect = ConfigDict()
     c.collect.split = "train"
-    c.collect.passes = 4  # times that every task is played
-    c.collect.plain_passes = 1  # further times with the plain agent's prompt and without functions
+    c.collect.passes = 2  # times that every task is played
+    c.collect.plain_share = 0.25  # of the scenarios, once more with the plain agent's prompt and without functions
+    c.collect.seeds = ()  # mini worlds to collect in, by seed; (): the one of world.seed
     c.collect.vocab_size = 0  # of a tokenizer to train on what was collected; 0: none
     c.collect.modes = ConfigDict()  # relative frequency at a task without a usable skill
     c.collect.modes.inline = 0.45
@@ -122,6 +123,28 @@ def base() -> ConfigDict:
     c.collect.modes.repair_inline = 0.05
     c.collect.reuse = 1.0  # probability of calling a skill that is there
     c.collect.train_failed_turns = False
+
+    c.sft = ConfigDict()
+    c.sft.start = "random"  # "random", "bundled", or a Hugging Face folder
+    c.sft.save_dtype = "bfloat16"
+    c.sft.steps = 600
+    c.sft.batch = 32  # conversations an update
+    c.sft.rows = 16  # rows of a micro-batch
+    c.sft.row_tokens = (640,)
+    c.sft.normaliser = "sequence"  # "sequence" or "token"
+    c.sft.lr = 3e-3
+    c.sft.schedule = "cosine"
+    c.sft.warmup = 30
+    c.sft.b1 = 0.9
+    c.sft.b2 = 0.99
+    c.sft.eps = 1e-8
+    c.sft.weight_decay = 0.0
+    c.sft.clip_norm = 1.0
+    c.sft.held_out = 0.03  # share of the conversations' scenarios
+    c.sft.eval_every = 100
+    c.sft.checkpoint_every = 100
+    c.sft.keep = 1
+    c.sft.max_bad_updates = 3
 
     c.run = ConfigDict()  # phases of sage_jax.train
     c.run.name = "SAGE"  # row of the trained policy

@@ -12,11 +12,16 @@ def get_config(arg=None):
     c.model.source = "random"
     c.model.tokenizer = "workdir"  # trained by `collect` on the collected text
     c.collect.vocab_size = 640
+    # Worlds of other seeds than the demo's: more names and titles to copy, and none of the demo's people is seen.
+    c.collect.seeds = (1, 2, 3, 4)
+    c.collect.passes = 1
+    c.world.max_open = 12
     return common.with_arg(c, arg, runlocal=runlocal)
 
 
 def runlocal(c):
     c.world.scenarios = 12
+    c.collect.seeds = (1,)
     c.collect.passes = 1
     c.sft.steps = 5
     c.sft.batch = 8

@@ -1,6 +1,6 @@
 """Verified demonstrations: reference solutions played through the episode code, judged, and written as a chat dataset.
 
-In: a root with references, a pool. Out: `dataset.jsonl` (one conversation a line), with `vocab_size` a tokenizer trained on
+In: roots with references, a pool. Out: `dataset.jsonl` (one conversation a line), with `vocab_size` a tokenizer trained on
 it, and `collect.json` (what was asked, kept and refused, by mode). Only episodes that the judge passes are kept; a refused one is counted, never repaired by hand.
 """
 
@@ -22,7 +22,8 @@ from sage_jax.report.progress import bar
 from sage_jax.sft.dataset import write_dataset
 from sage_jax.training import setup
 from sage_jax.training.data import draw_chain
-from sage_jax.training.vocabulary import train_tokenizer
+from sage_jax.training.vocabulary import private_text, train_tokenizer
+from sage_jax.world.roots import DataRoot
 
 
 def collect(config: ConfigDict, workdir: Path) -> Path:
@@ -32,9 +33,14 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
         print(f"collect: {path} is complete, used again")
         return path
     c = config.collect
-    root = setup.data_root(config)
     started = time.monotonic()
-    episodes = asyncio.run(_collect(config, root))
+    roots = [setup.data_root(config, seed=seed) for seed in c.seeds or (config.world.seed,)]
+    episodes, drop = [], {}
+    for number, root in enumerate(roots):
+        print(f"collect: root {number + 1} of {len(roots)}, {root.path}")
+        found = asyncio.run(_collect(config, root, number))
+        drop |= {(e.rollout, e.task_id): private_text(root, e.task_id) for e in found}
+        episodes += found
     records, tally = [], collections.Counter()
     for e in episodes:
         mode = e.labels["mode"] if e.labels else "none"
@@ -48,7 +54,8 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
         raise SageError("collect: no episode passed the judge, so there is nothing to learn from. The counts: " + json.dumps(tally))
     write_dataset(path, records)
     if c.vocab_size:
-        train_tokenizer(path, root, c.vocab_size).save(workdir / "tokenizer")
+        names = [drop[r["meta"]["rollout"], r["meta"]["task_id"]] for r in records]
+        train_tokenizer(records, names, c.vocab_size).save(workdir / "tokenizer")
     text = {"episodes": len(episodes), "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
     temporary = summary.with_suffix(".tmp")
     temporary.write_text(json.dumps(text, indent=1) + "\n")
@@ -74,28 +81,30 @@ def record(e: Episode, *, train_failed_turns: bool) -> dict:
     return {"messages": messages, "meta": meta}
 
 
-async def _collect(config: ConfigDict, root) -> list[Episode]:
+async def _collect(config: ConfigDict, root: DataRoot, number: int) -> list[Episode]:
+    """All passes over one root; `number` keeps the rollouts of several roots apart."""
     c = config.collect
     groups = root.scenarios(c.split)
+    plain = dict(list(groups.items())[: round(c.plain_share * len(groups))])
     facts = setup.scripts(root, [t for ids in groups.values() for t in ids])
     modes = c.modes.to_dict()
     inline = {m: w for m, w in modes.items() if m.endswith("inline")}
-    passes = [("skill", modes)] * c.passes + [("plain", inline)] * c.plain_passes
+    passes = [("skill", modes, groups)] * c.passes + [("plain", inline, plain)]
     episodes: list[Episode] = []
     async with setup.world_pool(config, root, None) as pool:
-        with bar("collect", len(passes) * sum(map(len, groups.values()))) as advance:
-            for number, (kind, weights) in enumerate(passes):
+        with bar("collect", sum(len(ids) for _, _, chosen in passes for ids in chosen.values())) as advance:
+            for index, (kind, weights, chosen) in enumerate(passes):
                 policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed)
                 spec = setup.episode_spec(config, keep_outputs=False, kind=kind)
                 chains = [
-                    [root.task(t) for t in draw_chain(config.seed, number, scenario, ids, len(ids))] for scenario, ids in groups.items()
+                    [root.task(t) for t in draw_chain(config.seed, index, scenario, ids, len(ids))] for scenario, ids in chosen.items()
                 ]
 
                 def progress(p: Progress) -> None:
                     advance(passed=bool(p.episode.s))
 
                 rollouts = await run_chains(
-                    chains, 1, policy, pool, spec, seed=config.seed, path=(number,), name=f"collect/pass{number}/{kind}", facts=facts,
+                    chains, 1, policy, pool, spec, seed=config.seed, path=(number, index), name=f"collect/root{number}/pass{index}/{kind}", facts=facts,
                     on_progress=progress,
                 )
                 episodes += [e for r in rollouts for e in r.episodes]

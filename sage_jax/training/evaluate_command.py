@@ -19,7 +19,7 @@ from sage_jax.report.tables import (
     first_line,
     paired_difference,
     rich_table,
-    summarise,
+    score,
 )
 from sage_jax.training import setup
 from sage_jax.training.arms import Arm, measure
@@ -41,8 +41,8 @@ def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: s
         without, given = (_with_library(config, workdir, root, loaded, f"{name}-{kind}", split, kind) for kind in ("none", "reference"))
         without.runs[:] = [[e for e in run if e.position > 1] for run in without.runs]
         rows = [
-            summarise("tasks 2 and 3 without a skill", without.runs, asked=given.asked, tasks_per_scenario=2),
-            summarise("tasks 2 and 3 with task 1's function", given.runs, asked=given.asked, tasks_per_scenario=2),
+            score(without.runs, "tasks 2 and 3 without a skill", asked=given.asked, tasks_per_scenario=2),
+            score(given.runs, "tasks 2 and 3 with task 1's function", asked=given.asked, tasks_per_scenario=2),
         ]
         console.print(rich_table(rows, title=f"what a skill is worth on {split}"))
         d = paired_difference(without.runs, given.runs, "tgc", seed=0, tasks_per_scenario=2)
@@ -50,7 +50,7 @@ def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: s
         _save(workdir, rows)
         return
     arm = measure(config, workdir, root, loaded, name, split)
-    rows = [summarise(arm.name, arm.runs, asked=arm.asked, split=arm.split), *breakdown(arm.name, arm.runs)[1:]]
+    rows = [score(arm.runs, arm.name, asked=arm.asked, split=arm.split), *breakdown(arm.runs, arm.name)[1:]]
     print(first_line(rows[:1]))
     console.print(rich_table(rows))
     _save(workdir, rows)

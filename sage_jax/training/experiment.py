@@ -17,15 +17,18 @@ from rich.console import Console
 
 from sage_jax.entry import write_config
 from sage_jax.model.hf import save_hf
-from sage_jax.report.curves import write_curves
+from sage_jax.report.curves import curves_png, read_metrics
+from sage_jax.report.episodes import read_episodes, write_text
 from sage_jax.report.html import write_report
-from sage_jax.report.tables import METRICS, markdown, paired_difference, rich_table, summarise
+from sage_jax.report.tables import difference_text, markdown, paired_difference, rich_table, score
 from sage_jax.sft.loop import run_sft
 from sage_jax.training import setup
 from sage_jax.training.arms import Arm, measure
 from sage_jax.training.collecting import collect
 from sage_jax.training.rl_loop import check, train
 from sage_jax.world.roots import DataRoot
+
+TRAIN_STEPS_SHOWN = 4  # the last steps' first rollouts are in the report's viewer
 
 
 def run_experiment(config: ConfigDict, workdir: Path) -> None:
@@ -90,7 +93,7 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
     """table.md, curves.png, report.html, and the table in the terminal."""
     order = ["base", config.run.start_name, config.run.name]
     arms = sorted(arms, key=lambda a: (list(config.run.splits).index(a.split) if a.split in config.run.splits else 0, order.index(a.name)))
-    rows = [summarise(a.name, a.runs, asked=a.asked, split=a.split) for a in arms]
+    rows = [score(a.runs, a.name, asked=a.asked, split=a.split) for a in arms]
     differences = []
     for split in dict.fromkeys(a.split for a in arms):
         pair = {a.name: a.runs for a in arms if a.split == split}
@@ -101,16 +104,19 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
     text = markdown(rows, differences)
     times = "\n".join(f"- {name}: {s:.0f} s" for name, s in seconds.items())
     (workdir / "table.md").write_text(f"{text}\nSeconds of this run:\n{times}\n")
-    curves = write_curves(workdir / "metrics.jsonl", workdir / "curves.png")
+    curves = curves_png(read_metrics(workdir / "metrics.jsonl").rows, config.run.name)
+    write_text(workdir / "curves.png", curves)
+    episodes = {f"{a.name} · {a.split}": a.runs[0] for a in arms}
+    last = sorted((workdir / "episodes" / "train").glob("step_*.jsonl"))[-TRAIN_STEPS_SHOWN:]
+    episodes |= {f"training · {path.stem}": read_episodes(path).episodes for path in last}
     write_report(
-        workdir / "report.html", title=f"{config.run.name} on {root.kind}", rows=rows, differences=differences, curves=curves,
-        episodes={f"{a.name} · {a.split}": a.runs[0] for a in arms}, training=sorted((workdir / "episodes" / "train").glob("*.jsonl")),
-        config=setup.digest(config),
+        workdir / "report.html", title=f"{config.run.name} on the {root.kind} root", rows=rows, differences=differences, curves=curves,
+        episodes=episodes, config=json.dumps(setup.digest(config), indent=1),
     )
     console = Console()
     console.print(rich_table(rows))
     for label, d in differences:
-        console.print(f"{label}: {METRICS[d.metric][0]} {100 * d.mean:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]", highlight=False)
+        console.print(f"{label}: {difference_text(d)}", highlight=False)
     print(f"Report: {workdir}/report.html   curves: {workdir}/curves.png   metrics: {workdir}/metrics.jsonl")
 
 

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from sage_jax.agent.chain import Rollout, run_chains
 from sage_jax.errors import ConfigError, InfrastructureError, SageError
 from sage_jax.report.episodes import write_episodes
-from sage_jax.report.tables import summarise
+from sage_jax.report.tables import score
 from sage_jax.rl.advantages import chain_advantages
 from sage_jax.rl.batch import RowShape, Sample, pack, split_by_rollout
 from sage_jax.rl.losses import LossConfig, check_sampling
@@ -182,7 +182,7 @@ def _dev(parts: Parts, state: TrainState) -> dict:
             seed=config.seed, name=f"dev{state.step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
         )
     )
-    row = summarise("dev", runs).values
+    row = score(runs, "dev").values
     return {f"eval_dev/{k}": v for k, v in row.items() if not math.isnan(v)} | {"time/eval_dev_s": time.monotonic() - started}
 
 

@@ -46,10 +46,10 @@ class Loaded:
     mesh: Mesh
 
 
-def data_root(config: ConfigDict) -> DataRoot:
-    """The mini world (built on first use) or the official root."""
+def data_root(config: ConfigDict, *, seed: int | None = None) -> DataRoot:
+    """The mini world (built on first use; `seed` in place of the config's) or the official root."""
     w = config.world
-    return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed)
+    return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed if seed is None else seed)
 
 
 def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool:

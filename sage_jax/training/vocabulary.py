@@ -1,38 +1,42 @@
 """A small tokenizer from collected text in which names and titles are left out.
 
 What a policy copies from the prompt should consist of few token types: with names and titles taken out of the training text,
-they fall to single characters, while code words stay whole. (See the demo's lab log for what this is worth.)
+they fall to single characters, while code words stay whole.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
 
 from sage_jax.model.tokenizer import Tokenizer, train_bpe
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.roots import DataRoot
 
 
-def train_tokenizer(dataset: Path, root: DataRoot, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE over the conversations of `dataset`, each without its task's values and its person's data."""
+def private_text(root: DataRoot, task_id: str) -> list[str]:
+    """The strings of a task that differ from task to task: its parameters and its person's data, longest first."""
+    person = root.task(task_id).supervisor
+    values = load_reference(root.path, task_id).values.values()
+    found = [*map(str, values), person.email, person.phone_number, person.first_name, person.last_name]
+    return sorted(found, key=len, reverse=True)
+
+
+def train_tokenizer(records: Sequence[dict], private: Sequence[Sequence[str]], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE over conversations.
+
+    Args:
+      records: chat records; of the user messages only the first is read, since observations are the engine's words.
+      private: for each record the strings to leave out.
+    """
     texts = []
-    for line in dataset.read_text().splitlines():
-        record = json.loads(line)
-        task = root.task(record["meta"]["task_id"])
-        p = task.supervisor
-        drop = [str(v) for v in load_reference(root.path, task.task_id).values.values()]
-        drop += [p.email, p.phone_number, p.first_name, p.last_name]
+    for record, drop in zip(records, private, strict=True):
+        users = 0
         for message in record["messages"]:
-            # Observations of the engine are not ours to learn words from; the policy reads them character by character.
-            if message["role"] == "user" and message is not _first_user(record):
+            users += message["role"] == "user"
+            if message["role"] == "user" and users > 1:
                 continue
             text = message["content"]
-            for value in sorted(drop, key=len, reverse=True):
+            for value in drop:
                 text = text.replace(value, "")
             texts.append(text)
     return train_bpe(texts, vocab_size)
-
-
-def _first_user(record: dict) -> dict:
-    return next(m for m in record["messages"] if m["role"] == "user")

@@ -128,7 +128,7 @@ def test_a_worker_killed_from_outside_is_not_the_agents_fault(mini_root):
     def kill_once():
         if len(policy.killed) < 1:
             policy.killed.append(1)
-            for world in list(pools[0].worlds):
+            for world in list(pools[0]._worlds):
                 os.kill(world.pid, signal.SIGKILL)
         return code("print('again')")
 
@@ -143,7 +143,7 @@ def test_when_tries_run_out_the_rollout_is_no_sample(mini_root):
     pools = []
 
     def kill():
-        for world in list(pools[0].worlds):
+        for world in list(pools[0]._worlds):
             os.kill(world.pid, signal.SIGKILL)
         return code("print(1)")
 

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# From a clone to a report: sets up, builds the mini world, evaluates the start policy, runs SAGE, evaluates again.
+#   bash launch/quickstart.sh                  the first steps of the demo, from the policy kept in the repository
+#   bash launch/quickstart.sh --smoke          a few minutes: 12 scenarios, 3 steps
+#   bash launch/quickstart.sh --from_scratch   collects demonstrations and does the SFT too, live
+#   bash launch/quickstart.sh --workdir=DIR    where everything is written (default runs/quickstart, runs/smoke, runs/scratch)
+# The same command resumes a run that was stopped. Further arguments go to sage_jax.train.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+arg="" workdir=runs/quickstart rest=()
+for a in "$@"; do
+  case $a in
+    --smoke) arg=":smoke" workdir=runs/smoke ;;
+    --from_scratch) arg=":from_scratch" workdir=runs/scratch ;;
+    --workdir=*) given=${a#--workdir=} ;;
+    *) rest+=("$a") ;;
+  esac
+done
+workdir=${given:-$workdir}
+started=$SECONDS
+bash launch/setup.sh
+.venv/bin/python -m sage_jax.train --config="configs/quickstart.py$arg" --workdir="$workdir" "${rest[@]}"
+echo "quickstart: $((SECONDS - started)) s in all"

@@ -117,7 +117,7 @@ class UpdateStep:
         def apply(params: Any, opt_state: Any, totals: Totals) -> tuple[Any, Any, dict[str, jax.Array]]:
             scale = 1 / jnp.where(totals.denominator > 0, totals.denominator, 1)
             loss, grads = totals.loss * scale, jax.tree.map(lambda g: g * scale, totals.grads)
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             ok = jnp.isfinite(loss) & jnp.isfinite(norm) & (totals.denominator > 0)
             updates, new_opt = tx.update(grads, opt_state, params)
 
@@ -127,7 +127,7 @@ class UpdateStep:
             metrics = {
                 "loss": loss,
                 "grad_norm": norm,
-                "update_norm": jnp.where(ok, optax.global_norm(updates), 0.0),
+                "update_norm": jnp.where(ok, optax.tree.norm(updates), 0.0),
                 "applied": ok,
             }
             return choose(optax.apply_updates(params, updates), params), choose(new_opt, opt_state), metrics

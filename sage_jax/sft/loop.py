@@ -40,6 +40,8 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
       SageError: `config.sft.max_bad_updates` updates in a row were not finite.
     """
     c = config.sft
+    if c.normaliser not in ("sequence", "token"):
+        raise ConfigError(f"unknown sft.normaliser {c.normaliser!r}; choices: sequence, token")
     train_records, test_records = held_out(read_dataset(dataset), c.held_out)
     renderer = ChatRenderer(loaded.tokenizer)
     shapes = [RowShape(c.rows, length) for length in c.row_tokens]
@@ -54,7 +56,7 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     state = TrainState(loaded.params, init_opt_state(tx, loaded.params, loaded.mesh))
     update = UpdateStep(supervised_loss(loaded.graphdef, loaded.tokenizer.vocab_size), tx, state, loaded.mesh)
     evaluation = Evaluation(loaded.graphdef, loaded.tokenizer.vocab_size, loaded.mesh)
-    test_packed = pack(test.samples, shapes, normaliser=c.normaliser, constant=1.0) if test.samples else None
+    test_packed = pack(test.samples, shapes, normaliser=c.normaliser) if test.samples else None
     iterator = shuffled_batches(list(range(len(train.samples))), c.batch, config.seed)
 
     with Checkpoints(workdir / "checkpoints", keep=c.keep, best_metric="") as checkpoints:

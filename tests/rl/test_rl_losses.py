@@ -22,7 +22,8 @@ def plain_loss(new, old, adv, low, high):
 )
 def test_clip_table(ratio, advantage, loss, flows, clipped):
     one = jnp.ones((1,))
-    f = lambda lp: clipped_loss(lp, jnp.zeros(1), advantage * one, one, 0.2, 0.2)
+    def f(lp):
+        return clipped_loss(lp, jnp.zeros(1), advantage * one, one, 0.2, 0.2)
     value, _, was_clipped = f(jnp.log(ratio) * one)
     gradient = jax.grad(lambda lp: f(lp)[0].sum())(jnp.log(ratio) * one)
     np.testing.assert_allclose(value, [loss], rtol=1e-6)
@@ -32,7 +33,8 @@ def test_clip_table(ratio, advantage, loss, flows, clipped):
 
 def test_ratio_one_still_has_a_gradient():
     one = jnp.ones((1,))
-    f = lambda lp: clipped_loss(lp, jax.lax.stop_gradient(lp), 2 * one, one, 0.2, 0.2)[0].sum()
+    def f(lp):
+        return clipped_loss(lp, jax.lax.stop_gradient(lp), 2 * one, one, 0.2, 0.2)[0].sum()
     value, gradient = jax.value_and_grad(f)(-1.3 * one)
     assert float(value) == -2 and gradient.tolist() == [-2.0]
 

@@ -1,6 +1,9 @@
 """The whole update with a real (tiny) policy: against numpy, invariances, skipped updates, retraces, several epochs."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -12,8 +15,8 @@ import pytest
 from sage_jax.errors import ConfigError
 from sage_jax.model.config import ModelConfig
 from sage_jax.model.sharding import create_params, make_mesh
-from sage_jax.rl.accumulate import Stats, UpdateStep, put_batch
-from sage_jax.rl.batch import Packed, RowShape, Sample, pack, split_by_rollout
+from sage_jax.rl.accumulate import Stats, UpdateStep, batch_sharding, put_batch
+from sage_jax.rl.batch import RowShape, Sample, pack, split_by_rollout
 from sage_jax.rl.losses import LossConfig
 from sage_jax.rl.update import PolicyUpdate, policy_logprobs
 from sage_jax.training.optimizer import decay_mask, init_opt_state, make_optimizer, make_schedule
@@ -89,7 +92,8 @@ def test_three_normalisers(mesh, normaliser, expected):
     for shapes in ([RowShape(1, 9)], [RowShape(2, 64)], [RowShape(1, 12)]):
         params = {"w": jax.device_put(jnp.zeros(()), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))}
         state = TrainState(params, init_opt_state(tx, params, mesh))
-        flat = lambda p, b: (jnp.zeros(b.ids[:, 1:].shape) + p["w"], jnp.zeros(b.ids[:, 1:].shape))
+        def flat(p, b):
+            return (jnp.zeros(b.ids[:, 1:].shape) + p["w"], jnp.zeros(b.ids[:, 1:].shape))
         update = PolicyUpdate(flat, tx, state, mesh, LossConfig(normaliser=normaliser))
         _, metrics = update(state, [pack(items, shapes, normaliser=normaliser, constant=8.0)])
         assert metrics["update/loss"] == pytest.approx(expected)
@@ -140,7 +144,8 @@ def test_masked_garbage_changes_nothing(policy, mesh):
     batches = []
     for b in packed.micro_batches:  # also what packing would have zeroed, and ids of padding
         off = b.mask == 0
-        spoil = lambda a, x, off=off: np.where(off, x, a).astype(a.dtype)
+        def spoil(a, x, off=off):
+            return np.where(off, x, a).astype(a.dtype)
         batches.append(dataclasses.replace(
             b, logprobs=spoil(b.logprobs, np.inf), old_logprobs=spoil(b.old_logprobs, np.nan), advantages=spoil(b.advantages, np.nan),
             weights=spoil(b.weights, np.inf), ids=np.where(b.segment_ids == 0, 17, b.ids).astype(np.int32)))  # fmt: skip
@@ -242,11 +247,13 @@ def test_clip_by_global_norm_over_all_micro_batches(policy, mesh):
 
 
 def test_master_weights_move_by_less_than_16_bits_can_hold(mesh):
-    place = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    def place(x):
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     params = {"w": place(jnp.float32(1.0))}
     tx = optax.sgd(6e-4)
     state = TrainState(params, init_opt_state(tx, params, mesh))
-    loss = lambda p, b: (p["w"].astype(jnp.bfloat16).astype(jnp.float32), Stats({}, {}, {}))
+    def loss(p, b):
+        return (p["w"].astype(jnp.bfloat16).astype(jnp.float32), Stats({}, {}, {}))
     step = UpdateStep(loss, tx, state, mesh)
     batch = pack(samples(1), [RowShape(1, 16)]).micro_batches
     for _ in range(100):
@@ -276,12 +283,57 @@ def test_schedules():
 
 
 def test_rows_must_divide_over_the_data_axes():
-    class Mesh:
-        shape = {"data": 2, "fsdp": 2}
+    four = jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))
+    batch = pack(samples(2), [RowShape(6, 16)]).micro_batches[0]
+    with pytest.raises(ConfigError, match=r"6 rows .* 4 devices"):
+        put_batch(batch, batch_sharding(four))
 
-    class Sharding:
-        spec, mesh = (("data", "fsdp"),), Mesh
 
-    packed: Packed = pack(samples(2), [RowShape(6, 16)])
-    with pytest.raises(ConfigError, match="6 rows .* 4 devices"):
-        put_batch(packed.micro_batches[0], Sharding)
+ON_MESHES = """
+import sys
+import jax, numpy as np
+from sage_jax.model.config import ModelConfig
+from sage_jax.model.sharding import create_params, make_mesh
+from sage_jax.rl.batch import RowShape, Sample, pack
+from sage_jax.rl.losses import LossConfig
+from sage_jax.rl.update import PolicyUpdate, policy_logprobs
+from sage_jax.training.optimizer import init_opt_state, make_optimizer, make_schedule
+from sage_jax.training.state import TrainState
+
+cfg = ModelConfig(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=32, embed_init_std=0.3)
+rng = np.random.default_rng(0)
+items = []
+for r in range(7):
+    mask = np.zeros(12, np.float32)
+    mask[6:] = 1
+    items.append(Sample((0, r, 0), rng.integers(0, 24, 12).astype(np.int32), mask, np.zeros(12, np.float32), float(rng.normal())))
+results = []
+for shape in ({}, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    mesh = make_mesh(shape, jax.devices()[: int(np.prod(list(shape.values()) or [1]))])
+    graphdef, params = create_params(cfg, mesh, 0)
+    tx = make_optimizer(make_schedule("constant", 1e-2, 0, 10))
+    state = TrainState(params, init_opt_state(tx, params, mesh))
+    placed = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+    update = PolicyUpdate(policy_logprobs(graphdef, temperature=1.0, vocab_size_real=24), tx, state, mesh, LossConfig())
+    for _ in range(2):
+        state, metrics = update(state, [pack(items, [RowShape(8, 16)])])
+    now = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a == b, placed, now))), "shardings moved"
+    big = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 2]
+    if shape:
+        assert big and all(not x.sharding.is_fully_replicated for x in big), "moments are not sharded"
+    results.append((jax.device_get(jax.tree.leaves(state.params)), metrics["update/grad_norm"]))
+for params, norm in results[1:]:
+    np.testing.assert_allclose(norm, results[0][1], rtol=1e-4)
+    for a, b in zip(params, results[0][0]):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+print("same on", len(results), "meshes")
+"""
+
+
+@pytest.mark.slow
+def test_one_and_eight_devices_agree_and_keep_shardings():
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run([sys.executable, "-c", ON_MESHES], env=env, capture_output=True, text=True, timeout=600)
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert "same on 3 meshes" in out.stdout

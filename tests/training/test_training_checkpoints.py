@@ -59,7 +59,8 @@ def test_restore_gives_back_all_and_continues_bit_for_bit(tmp_path, mesh):
     """The optimizer's structure survives, the first step does not retrace, and the result is that of not stopping."""
     tx = adamw()
     state, it = fresh(mesh, tx), scenario_iterator(IDS, 2, 0)
-    loss = lambda p, b: (sum((x**2).sum() * (i + 1) for i, x in enumerate(jax.tree.leaves(p))), Stats({}, {}, {}))
+    def loss(p, b):
+        return (sum((x**2).sum() * (i + 1) for i, x in enumerate(jax.tree.leaves(p))), Stats({}, {}, {}))
     step = UpdateStep(loss, tx, state, mesh)
     batch = [b for b in pack([], [RowShape(1, 4)]).micro_batches]
     batch[0].denominator[:] = 1
@@ -175,7 +176,7 @@ def test_failed_background_save_is_raised(tmp_path, mesh, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left"):
         c.save(2, state, it, {})
     c.save(3, state, it, {})
-    with pytest.raises(CheckpointError, match="saving .*3 failed"):
+    with pytest.raises(CheckpointError, match=r"saving .*3 failed"):
         c.close()
     assert c.latest_step() is None
 

@@ -1,6 +1,9 @@
 """Data roots: what they say about tasks, and how wrong ones are refused."""
 
+import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -30,10 +33,12 @@ def test_task_holds_what_an_agent_may_know(mini_root):
     assert all(text and "\n" not in text for text in task.app_descriptions.values())
 
 
-def test_app_descriptions_are_the_engines(mini_root):
-    from appworld.apps import APP_TO_DESCRIPTION
-
-    assert roots.engine_app_descriptions() == APP_TO_DESCRIPTION
+def test_app_descriptions_are_the_engines():
+    """Compared in another process: this one stays without the engine."""
+    code = "import json; from appworld.apps import APP_TO_DESCRIPTION; print(json.dumps(APP_TO_DESCRIPTION))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert roots.engine_app_descriptions() == json.loads(done.stdout.splitlines()[-1])
+    assert "appworld" not in sys.modules
 
 
 def test_a_file_of_ids_stands_for_a_split(mini_root, tmp_path):

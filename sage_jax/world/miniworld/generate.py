@@ -9,18 +9,19 @@ from sage_jax.world.miniworld import content as c
 from sage_jax.world.miniworld import words
 
 ACCOUNT_APPS = ("amazon", "phone", "file_system", "spotify", "venmo", "gmail", "splitwise", "simple_note", "todoist")
-MIN_PEOPLE = 16
+MIN_PEOPLE = 28  # 15 payments and requests each: more than 400
 FULL_PEOPLE = 40
 CITIES = ("Oakville", "Milford", "Ashton", "Fairview", "Kingsport", "Lakewood")
 
 
 def make_plan(seed: int, size: int = FULL_PEOPLE) -> c.Plan:
-    """A world with `size` people (at least 16): about 5/8 of them for train, 1/8 for dev, 1/4 for the tests.
+    """A world with `size` people (at least 28): about 5/8 of them for train, 1/8 for dev, 1/4 for the tests.
 
     Collections of one person stay within 20 entries, one page of the apps' largest page size.
     """
-    if not MIN_PEOPLE <= size <= len(words.FIRST):
-        raise ValueError(f"a mini world has {MIN_PEOPLE} to {len(words.FIRST)} people, not {size}")
+    most = min(len(words.FIRST), len(words.LAST))  # all first names differ, and all last names
+    if not MIN_PEOPLE <= size <= most:
+        raise ValueError(f"a mini world has {MIN_PEOPLE} to {most} people, not {size}")
     rng = random.Random(f"sage_jax mini world {seed} {size}")
     titles = words.Titles(rng)
     people = _people(rng, size)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sage_jax.agent.early_stop import EarlyStop
 from sage_jax.agent.episode import EpisodeSpec, Worlds, run_episode
 from sage_jax.agent.policy import Key, Policy
+from sage_jax.agent.prompts import rough_tokens
 from sage_jax.agent.trajectory import End, Episode
 from sage_jax.skills.library import Library
 from sage_jax.skills.record import Skill
@@ -61,7 +62,7 @@ async def run_rollout(
     skills: Sequence[Skill] = (),
     keep: bool = True,
     facts: Mapping[str, dict] | None = None,
-    count: Callable[[str], int] = len,
+    count: Callable[[str], int] = rough_tokens,
     early: Sequence[EarlyStop] = (),
     on_episode: Callable[[Episode], None] | None = None,
 ) -> Rollout:
@@ -113,7 +114,7 @@ async def run_chains(
     skills: Mapping[int, Sequence[Skill]] | None = None,
     keep: bool = True,
     facts: Mapping[str, dict] | None = None,
-    count: Callable[[str], int] = len,
+    count: Callable[[str], int] = rough_tokens,
     early_stop: tuple[int, float] | None = None,
     experiment: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,

@@ -17,6 +17,7 @@ from sage_jax.agent import prompts
 from sage_jax.agent.code_blocks import first_block
 from sage_jax.agent.early_stop import EarlyStop
 from sage_jax.agent.policy import Conversation, Key, Policy
+from sage_jax.agent.prompts import rough_tokens
 from sage_jax.agent.trajectory import End, Episode, Turn
 from sage_jax.errors import ConfigError, InfrastructureError
 from sage_jax.skills.extract import extract
@@ -64,7 +65,7 @@ async def run_episode(
     experiment: str,
     skills: Sequence[Skill] = (),
     facts: dict | None = None,
-    count: Callable[[str], int] = len,
+    count: Callable[[str], int] = rough_tokens,
     early: EarlyStop | None = None,
 ) -> Episode:
     """Runs one task to its end and has it judged.

@@ -31,7 +31,7 @@ class JaxPolicy:
         self.tokenizer = tokenizer
         self.sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
-            stop_ids=tuple(tokenizer.stop_ids), stop_at_accept=True,
+            stop_ids=tuple(sorted(tokenizer.stop_ids)), stop_at_accept=True,
         )  # fmt: skip
         try:
             self.sampling.check()
@@ -97,7 +97,10 @@ class JaxPolicy:
         ids: list[int] = []
         if record.turn_starts:
             ids += self._renderer.close_turn(record.ids[-1] == self.tokenizer.end_of_turn_id)
-        return ids + list(self._renderer.open_turn(conversation.messages[conversation.rendered :]))
+        new = conversation.messages[conversation.rendered :]
+        if any(m["role"] == "assistant" for m in new):  # demonstrations given as turns: no one sampled them
+            return ids + self._renderer.full(new)[0].tolist() + list(self._renderer.open_turn([]))
+        return ids + list(self._renderer.open_turn(new))
 
     def _text(self, ids) -> str:
         """Text of the sampled bytes as the stop automaton saw them; bytes that are no UTF-8 become U+FFFD."""

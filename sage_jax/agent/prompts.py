@@ -91,6 +91,11 @@ def observation(text: str, spec: PromptSpec) -> tuple[str, int]:
     return (f"{text}\n{spec.reminder}" if spec.reminder else text), dropped
 
 
+def rough_tokens(text: str) -> int:
+    """Words and punctuation marks: stands in for a token count where there is no tokenizer."""
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
 @functools.cache
 def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(

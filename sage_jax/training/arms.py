@@ -15,6 +15,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from sage_jax.agent.chain import Progress
+from sage_jax.agent.prompts import rough_tokens
 from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import ConfigError
@@ -80,7 +81,7 @@ async def _run(config, workdir, root, loaded, engine, name, split, indices, aske
         policies = {i: scripted for i in indices}
     else:
         policies = {i: setup.jax_policy(config, engine, loaded, temperature=e.temperature if i else 0.0) for i in indices}
-    count = len if loaded is None else (lambda text: len(loaded.tokenizer.encode(text)))
+    count = rough_tokens if loaded is None else (lambda text: len(loaded.tokenizer.encode(text)))
     given = setup.reference_skills(root, split) if e.library == "reference" else None
     async with setup.world_pool(config, root, workdir if e.keep_outputs else None) as pool:
         with bar(name, asked * len(indices)) as advance:

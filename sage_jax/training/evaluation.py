@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sage_jax.agent.chain import Progress, experiment_name, run_chains
 from sage_jax.agent.episode import EpisodeSpec, Worlds
 from sage_jax.agent.policy import Policy
+from sage_jax.agent.prompts import rough_tokens
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import ConfigError
 from sage_jax.skills.record import Skill
@@ -42,7 +43,7 @@ async def evaluate(
     given: Mapping[str, Skill] | None = None,
     scenarios: int = 0,
     facts: Mapping[str, dict] | None = None,
-    count: Callable[[str], int] = len,
+    count: Callable[[str], int] = rough_tokens,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every run, ordered by (scenario, task).

@@ -78,6 +78,7 @@ class _Server:
         if self.control not in ready:
             if os.getppid() == self.trainer:
                 return True
+            self._end_all()
             shutil.rmtree(self.scratch, ignore_errors=True)
             return False
         try:

@@ -34,7 +34,7 @@ from sage_jax.world.types import InstallVerdict, Judgement, StepResult
 class Limits:
     """What one world may take. Seconds are real time, measured in the trainer."""
 
-    start_s: float = 180.0  # warming a fork server
+    start_s: float = 300.0  # warming a fork server
     open_s: float = 60.0
     execute_s: float = 60.0  # after this the code is interrupted; the step failed, the world lives on
     grace_s: float = 5.0  # after this much more it is killed, and the world is lost
@@ -69,6 +69,7 @@ class WorldPool:
         self._slots = asyncio.Semaphore(max_open)
         self._judges = asyncio.Semaphore(max(1, min(max_open, os.cpu_count() or 1)))
         self._restarting = asyncio.Lock()
+        self._closed = False
         self.server_starts = 0  # more than one: a fork server was lost
 
     async def __aenter__(self) -> WorldPool:
@@ -106,8 +107,8 @@ class WorldPool:
 
     async def close(self) -> None:
         """Ends every world and the server, removes temporary files. Harmless when done twice."""
-        for world in list(self._worlds):
-            await world.close()
+        self._closed = True
+        await asyncio.gather(*(world.close() for world in list(self._worlds)))
         server, self._server = self._server, None
         if server is not None:
             await server.close(self.limits.close_s)
@@ -129,6 +130,8 @@ class WorldPool:
             raise RuntimeError("the pool is not started: await pool.start(), or use 'async with'")
         await self._slots.acquire()
         try:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
             place = self._outputs.take(task_id, experiment, keep)
             try:
                 child = await self._open_child(place)
@@ -249,7 +252,7 @@ class PoolWorld:
             reply = await self._child.call(
                 {"op": "execute", "code": code, "seconds": limits.execute_s}, limits.execute_s + limits.grace_s
             )
-            return StepResult(
+            step = StepResult(
                 text=str(reply["text"]),
                 failed=bool(reply["failed"]),
                 completed=bool(reply["completed"]),
@@ -258,11 +261,14 @@ class PoolWorld:
                 seconds=time.perf_counter() - start,
                 limit=reply["limit"],
             )
+            if self.place.keep:
+                await self._call("save", limits.evaluate_s)
+            return step
         except ChildTimeout:
             limit, text = "time", f"Execution timed out after {limits.execute_s:g} seconds, and could not be interrupted."
         except ChildDied as error:
             self._lost = True
-            if error.status is None:
+            if error.status is None or self._closed:
                 raise WorkerDied(f"world of task {self.task_id}: {error}") from error
             limit = "signal" if os.WIFSIGNALED(error.status) else "exit"
             text = f"The code ended its own process: {error}."
@@ -297,7 +303,7 @@ class PoolWorld:
         if not self._lost:
             await self._call("save", self._pool.limits.evaluate_s)
         elif self._closed:
-            self._check_open()
+            raise RuntimeError(f"the world of task {self.task_id} is closed")
         return await self._pool._judge(self.place)
 
     async def close(self) -> None:
@@ -318,10 +324,10 @@ class PoolWorld:
         if self._child.ended.done():
             raise WorkerDied(f"world of task {self.task_id}: {describe_status(self._child.ended.result())}")
 
-    async def _call(self, operation: str, seconds: float, **arguments) -> dict:
+    async def _call(self, operation: str, limit_s: float, /, **arguments) -> dict:
         self._check_open()
         try:
-            return await self._child.call({"op": operation, **arguments}, seconds)
+            return await self._child.call({"op": operation, **arguments}, limit_s)
         except ChildTimeout as error:
             self._lost = True
             self._child.kill()

@@ -6,6 +6,7 @@ Everything is driven by one event loop, in whatever thread that runs; no signal 
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from sage_jax.world import protocol
 from sage_jax.world.outputs import Outputs
 
 _MESSAGE_BYTES = 1 << 18
+_LATE_S = 0.05  # how long the loop gets to take in what arrived before a limit
 _LAST_WORDS_S = 0.5  # how long a reply that a dead child had already sent may take to arrive
 
 
@@ -71,9 +73,11 @@ class Child:
         try:
             await asyncio.wait({reading, self.ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                if not self.ended.done():
+                # A reply may be there already: sent just before the end, or while the trainer's loop stood still.
+                ended = self.ended.done()
+                await asyncio.wait({reading}, timeout=_LAST_WORDS_S if ended else _LATE_S)
+                if not reading.done() and not ended:
                     raise ChildTimeout(f"no reply within {seconds:g} s")
-                await asyncio.wait({reading}, timeout=_LAST_WORDS_S)
             if reading.done():
                 try:
                     return reading.result()
@@ -113,6 +117,7 @@ class ForkServer:
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._outbox: collections.deque[bytes] = collections.deque()
         self.lost = False
 
     @property
@@ -174,12 +179,23 @@ class ForkServer:
 
     def tell(self, **message) -> None:
         if not self.lost:
+            self._outbox.append(json.dumps(message).encode())
+            self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._outbox and not self.lost:
             try:
-                self._control.send(json.dumps(message).encode())
+                self._control.send(self._outbox[0])
             except BlockingIOError:
-                self.abandon()  # it has not read thousands of messages: it hangs
+                loop.add_writer(self._control.fileno(), self._flush)
+                return
             except OSError:
                 self._lose()
+                return
+            self._outbox.popleft()
+        if not self.lost:
+            loop.remove_writer(self._control.fileno())
 
     async def _send(self, data: bytes, descriptors: list[int]) -> None:
         while not self.lost:
@@ -193,8 +209,6 @@ class ForkServer:
 
     def abandon(self) -> None:
         """Ends a server that hangs, and with it its children."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
         self._lose()
 
     async def close(self, seconds: float) -> None:
@@ -237,10 +251,15 @@ class ForkServer:
         if self.lost:
             return
         self.lost = True
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._control.fileno())
+        loop.remove_writer(self._control.fileno())
         self._control.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
         if not self._ready.done():
             self._ready.set_exception(WorldOpenError(f"the fork server ended while starting{self._last_words()}"))
+            self._ready.exception()  # whoever waited may have given up; it is reported by that
         for child in list(self._children.values()):
             self._end(child, None)
 

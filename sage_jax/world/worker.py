@@ -46,7 +46,6 @@ class _World:
         path_store.update_root(spec["root"])
         # Unseeded draws of the agent's code are a function of the task, not of when the server started.
         random.seed(spec["task_id"])
-        self.keep = spec["keep"]
         self.output_chars = spec["output_chars"]
         self.world = AppWorld(
             spec["task_id"],
@@ -86,10 +85,10 @@ class _World:
 
         guard.is_syntax_safe = recorded_guard
         world._shell_run_cell = recorded_run
-        if not self.keep:
-            # The engine writes state and logs after every step. Nobody reads them before the evaluation.
-            world._save_state = lambda directory: None
-            world.save_logs = lambda: None
+        # The engine writes state and logs after every step. The trainer asks for it when somebody will read them, so
+        # that it costs nothing otherwise, and a full disk is not taken for the agent's doing.
+        world._save_state = lambda directory: None
+        world.save_logs = lambda: None
 
     def _on_time(self) -> None:
         self.timed_out = True

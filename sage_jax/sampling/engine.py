@@ -16,7 +16,6 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,44 +24,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from sage_jax.errors import ConfigError, InfrastructureError, SamplingError
 from sage_jax.model.config import ModelConfig
-from sage_jax.model.qwen import Policy, make_cache
+from sage_jax.model.qwen import make_cache
+from sage_jax.model.sharding import abstract_params
 from sage_jax.sampling import kernels
 from sage_jax.sampling.automaton import ByteAutomaton, compile_for
-from sage_jax.sampling.request import MAX_STOP_IDS, NoiseKey, Result, Sampling, checked_ids, key_data
+from sage_jax.sampling.conversation import Conversation, Job, device_rows, prompt_chunks
+from sage_jax.sampling.request import NoiseKey, Result, Sampling, checked_ids, key_data
 from sage_jax.sampling.stats import Stats
+from sage_jax.sampling.weights import cache_sharding, check_params, named
 
 GATHER_S = 0.002  # an idle engine waits this long for the rest of a burst before it starts with a single row
-
-
-@dataclasses.dataclass
-class _Conversation:
-    uid: str
-    slot: int | None = None
-    length: int = 0  # keys in the cache
-    tail: list[int] = dataclasses.field(default_factory=list)  # known ids whose keys are not in the cache
-    job: _Job | None = None
-
-
-@dataclasses.dataclass
-class _Job:
-    ids: list[int]
-    sampling: Sampling
-    key: np.ndarray
-    future: concurrent.futures.Future
-    submitted: float
-    before: tuple[int, list[int]] = (0, [])  # the conversation's length and tail, restored if the request is cancelled
-    prompt: int = 0
-    cached: int = 0
-    limit: int = 0
-    extended: bool = False
-    state: int = 0
-    out: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # float32 [n, 2]
-    versions: list[int] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -73,7 +48,7 @@ class Engine:
       mesh: where weights and cache live; None for the default device.
       tokenizer: `vocab_size` real ids (those at or above it are banned) and `token_bytes` for automata.
       slots: conversations that can be live at once (B). context: cache positions of each, sampled ids included (S).
-      extend_buckets: lengths to which chunks of a prompt are padded; longer prompts go in chunks of the largest.
+      extend_buckets: lengths to which the chunks of a prompt are padded (`prompt_chunks`).
       decode_chunk: tokens per row between two looks at the queue.
     """
 
@@ -100,10 +75,9 @@ class Engine:
         self.buckets = tuple(sorted({min(b, context) for b in extend_buckets}))
         self.stats = Stats(slots)
         self._cfg, self._mesh, self._tokenizer = cfg, mesh, tokenizer
-        abstract = nnx.split(nnx.eval_shape(lambda: Policy(cfg, rngs=nnx.Rngs(0))))[1]
-        self._expected = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
+        self._expected = named(abstract_params(cfg)[1])
         self._shardings: dict | None = None  # of the first weights, by name
-        sharding = _cache_sharding(cfg, mesh)
+        sharding = cache_sharding(cfg, mesh, slots, context)
         self._cache = jax.jit(lambda: make_cache(cfg, slots, context), out_shardings=sharding)()
         self._kernels = kernels.build(graphdef, chunk=decode_chunk, vocab=tokenizer.vocab_size, cache_sharding=sharding)
         self._warm_shapes: int | None = None
@@ -117,8 +91,8 @@ class Engine:
         self._open_futures: set[concurrent.futures.Future] = set()
         # Below: the engine thread's own.
         self._params, self._version = None, 0
-        self._conversations: dict[str, _Conversation] = {}
-        self._waiting: collections.deque[_Conversation] = collections.deque()
+        self._conversations: dict[str, Conversation] = {}
+        self._waiting: collections.deque[Conversation] = collections.deque()
         self._free = list(range(slots))[::-1]
         self._prompts: dict[tuple[int, ...], int] = {}  # first prompt -> a row that still holds its keys
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -152,7 +126,7 @@ class Engine:
         Keys that live conversations have in the cache stay those of the weights that made them. Raises ConfigError with
         both sides if tree, shape, dtype or (against the first weights given) sharding differ.
         """
-        self._check_params(params)
+        self._shardings = check_params(params, self._expected, self._shardings)
 
         def take():
             self._params, self._version = params, int(version)
@@ -168,23 +142,18 @@ class Engine:
         that cannot be served (other requests go on, and the conversation stays as it was) and InfrastructureError if the
         engine stopped. Cancelling it takes the request back as if it had not been made.
         """
-        future = concurrent.futures.Future()
-        try:
-            sampling.check()
-            if sampling.stop_at_accept and self._automaton is None:
-                raise SamplingError("stop_at_accept without an automaton: call use_automaton first")
-            job = _Job(
-                checked_ids(ids, self._tokenizer.vocab_size), sampling, key_data(key.seed, key.path), future, time.monotonic()
-            )
-        except SamplingError as error:
-            future.set_exception(error)
-            return future
-        self._post(lambda: self._take(uid, job, after), future)
-        return future
+        return self._request(uid, ids, sampling, key, after).future
 
     async def sample(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey, *, after: int | None = None) -> Result:
-        """`submit` for asyncio; cancelling the awaiting task cancels the request."""
-        return await asyncio.wrap_future(self.submit(uid, ids, sampling, key, after=after))
+        """`submit` for asyncio; cancelling the awaiting task takes the request back, even if it has just been answered."""
+        job = self._request(uid, ids, sampling, key, after)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            if not job.future.cancel():  # answered, and nobody will see the answer
+                with contextlib.suppress(InfrastructureError):
+                    self._post(lambda: self._undo(uid, job))
+            raise
 
     def release(self, uid: str) -> None:
         """Ends a conversation and frees its slot; a request still open is cancelled. Unknown or ended ones are no error."""
@@ -244,6 +213,19 @@ class Engine:
         if self._shardings is None:
             raise ConfigError("the engine has no weights yet: call set_params first")
 
+    def _request(self, uid: str, ids: Sequence[int], sampling: Sampling, key: NoiseKey, after: int | None) -> Job:
+        job = Job([], sampling, key_data(key.seed, key.path), concurrent.futures.Future(), time.monotonic())
+        try:
+            sampling.check()
+            if sampling.stop_at_accept and self._automaton is None:
+                raise SamplingError("stop_at_accept without an automaton: call use_automaton first")
+            job.ids = checked_ids(ids, self._tokenizer.vocab_size)
+        except SamplingError as error:
+            job.future.set_exception(error)
+        else:
+            self._post(lambda: self._take(uid, job, after), job.future)
+        return job
+
     def _post(self, call: Callable[[], None], future: concurrent.futures.Future | None = None) -> None:
         with self._wake:
             if self._closed or self._error is not None:
@@ -272,10 +254,14 @@ class Engine:
         self._post(run, future)
         return future
 
-    def _deliver(self, future: concurrent.futures.Future, value) -> None:
+    def _deliver(self, future: concurrent.futures.Future, value) -> bool:
+        """False if the future was cancelled a moment ago."""
         self._open_futures.discard(future)
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled a moment ago
+        try:
             future.set_exception(value) if isinstance(value, BaseException) else future.set_result(value)
+        except concurrent.futures.InvalidStateError:
+            return False
+        return True
 
     def _run(self) -> None:
         try:
@@ -323,26 +309,30 @@ class Engine:
         self.stats.waiting = len(self._waiting)
         return True
 
-    def _jobs(self) -> list[_Conversation]:
+    def _jobs(self) -> list[Conversation]:
         return [c for c in self._conversations.values() if c.slot is not None and c.job is not None]
 
-    def _take(self, uid: str, job: _Job, after: int | None) -> None:
+    def _take(self, uid: str, job: Job, after: int | None) -> None:
+        error = self._place(uid, job, after)
+        if error:
+            self._deliver(job.future, SamplingError(error))
+
+    def _place(self, uid: str, job: Job, after: int | None) -> str:
+        """Gives a request to its conversation; returns why it cannot be served, or nothing."""
         self._drop_cancelled()  # the request before may have been cancelled to make room for this one
-        conversation = self._conversations.get(uid) or _Conversation(uid)
+        conversation = self._conversations.get(uid) or Conversation(uid)
         if self._params is None:
-            return self._deliver(job.future, SamplingError("the engine has no weights yet: call set_params first"))
+            return "the engine has no weights yet: call set_params first"
         if conversation.job is not None:
-            return self._deliver(job.future, SamplingError(f"conversation {uid!r} has an open request: one at a time"))
+            return f"conversation {uid!r} has an open request: one at a time"
         held = conversation.length + len(conversation.tail)
         if after is not None and after != held:
-            return self._deliver(job.future, SamplingError(f"conversation {uid!r} holds {held} ids, not {after} as the request says"))
+            return f"conversation {uid!r} holds {held} ids, not {after} as the request says"
         job.prompt = held + len(job.ids)
         if job.prompt == 0:
-            return self._deliver(job.future, SamplingError("empty prompt: at least one id is needed"))
+            return "empty prompt: at least one id is needed"
         if job.prompt + 1 > self.context:
-            return self._deliver(
-                job.future, SamplingError(f"a prompt of {job.prompt} ids and one new token do not fit the context of {self.context}")
-            )
+            return f"a prompt of {job.prompt} ids and one new token do not fit the context of {self.context}"
         job.before = (conversation.length, list(conversation.tail))
         job.cached = conversation.length
         job.limit = min(job.sampling.max_new_tokens, self.context - job.prompt)
@@ -351,6 +341,7 @@ class Engine:
         if uid not in self._conversations:
             self._conversations[uid] = conversation
             self._waiting.append(conversation)
+        return ""
 
     def _release(self, uid: str) -> None:
         conversation = self._conversations.pop(uid, None)
@@ -370,10 +361,19 @@ class Engine:
             if job is None or not job.future.cancelled():
                 continue
             self._open_futures.discard(job.future)
-            conversation.length, conversation.tail = job.before
-            conversation.job = None
-            if conversation.slot is None or conversation.length == 0:  # nothing of it was ever answered
-                self._release(conversation.uid)
+            self._take_back(conversation, job)
+
+    def _undo(self, uid: str, job: Job) -> None:
+        conversation = self._conversations.get(uid)
+        if conversation is not None and conversation.last is job:
+            self._take_back(conversation, job)
+
+    def _take_back(self, conversation: Conversation, job: Job) -> None:
+        """As if the request had not been made; keys beyond `length` are never seen and will be overwritten."""
+        conversation.length, conversation.tail = job.before
+        conversation.job = conversation.last = None
+        if conversation.slot is None or conversation.length == 0:  # nothing of it was ever answered
+            self._release(conversation.uid)
 
     def _admit(self) -> None:
         while self._waiting and self._free:
@@ -383,7 +383,7 @@ class Engine:
             self._prompts = {ids: row for ids, row in self._prompts.items() if row != conversation.slot}
             self.stats.wait_s += time.monotonic() - conversation.job.submitted
 
-    def _extend(self, conversation: _Conversation) -> None:
+    def _extend(self, conversation: Conversation) -> None:
         """Brings all known ids but the last into the cache."""
         job = conversation.job
         known = conversation.tail + job.ids
@@ -396,13 +396,13 @@ class Engine:
             job.cached = len(feed)
             self.stats.shared_tokens += len(feed)
         else:
-            for start in range(0, len(feed), self.buckets[-1]):
-                part = feed[start : start + self.buckets[-1]]
-                bucket = next(b for b in self.buckets if b >= len(part))
+            start = 0
+            for count, bucket in prompt_chunks(len(feed), self.buckets):
                 ids = np.zeros(bucket, np.int32)
-                ids[: len(part)] = part
+                ids[:count] = feed[start : start + count]
                 position = np.int32(conversation.length + start)
-                self._cache = self._kernels.extend(self._cache, self._params, ids, np.int32(conversation.slot), position, np.int32(len(part)))
+                self._cache = self._kernels.extend(self._cache, self._params, ids, np.int32(conversation.slot), position, np.int32(count))
+                start += count
             self.stats.prefilled_tokens += len(feed)
             if first and feed:
                 self._prompts[tuple(feed)] = conversation.slot
@@ -411,24 +411,13 @@ class Engine:
     def _copy(self, source: int, target: int) -> None:
         self._cache = self._kernels.copy(self._cache, np.int32(source), np.int32(target))
 
-    def _decode(self, conversations: list[_Conversation]) -> kernels.Chunk:
+    def _decode(self, conversations: list[Conversation]) -> kernels.Chunk:
         """One chunk for all slots; host arrays."""
-        n = self.slots
-        rows = kernels.Rows(
-            token=np.zeros(n, np.int32), position=np.zeros(n, np.int32), active=np.zeros(n, bool), index=np.zeros(n, np.int32),
-            limit=np.zeros(n, np.int32), state=np.full(n, self._no_automaton, np.int32), stop_ids=np.full((n, MAX_STOP_IDS), -1, np.int32),
-            key=np.zeros((n, 2), np.uint32), temperature=np.zeros(n, np.float32), top_k=np.zeros(n, np.int32), top_p=np.ones(n, np.float32),
-        )  # fmt: skip
-        for c in conversations:
-            i, job, s = c.slot, c.job, c.job.sampling
-            rows.token[i], rows.position[i], rows.active[i] = c.tail[0], c.length, True
-            rows.index[i], rows.limit[i], rows.state[i] = len(job.out), job.limit, job.state
-            rows.stop_ids[i, : len(s.stop_ids)] = s.stop_ids
-            rows.key[i], rows.temperature[i], rows.top_k[i], rows.top_p[i] = job.key, s.temperature, s.top_k, s.top_p
+        rows = device_rows(conversations, self.slots, idle_state=self._no_automaton)
         self._cache, chunk = self._kernels.decode(self._cache, self._params, self._table, self._accept, rows, np.int32(self.decode_chunk))
         return jax.device_get(chunk)
 
-    def _collect(self, conversations: list[_Conversation], chunk: kernels.Chunk) -> None:
+    def _collect(self, conversations: list[Conversation], chunk: kernels.Chunk) -> None:
         for c in conversations:
             job, i = c.job, c.slot
             count = int(chunk.index[i]) - len(job.out)
@@ -441,37 +430,8 @@ class Engine:
             c.length, c.tail = c.length + count, [job.out[-1]]
             self.stats.sampled_tokens += count
             if chunk.finish[i]:
-                logprobs = np.concatenate(job.logprobs)
-                c.job = None
-                self._deliver(job.future, Result(
-                    ids=tuple(job.out), logprobs=logprobs[:, 0], full_logprobs=logprobs[:, 1], versions=np.asarray(job.versions, np.int32),
-                    finish=kernels.FINISH[chunk.finish[i]], prompt=job.prompt, cached=job.cached,
-                ))  # fmt: skip
+                c.job, c.last = None, job
+                if not self._deliver(job.future, job.result(kernels.FINISH[chunk.finish[i]])):
+                    self._take_back(c, job)
                 self.stats.requests += 1
         self.stats.decode_steps += int(chunk.steps)
-
-    def _check_params(self, params: nnx.State) -> None:
-        want, have = _named(self._expected), _named(params)
-        if want.keys() != have.keys():
-            missing, extra = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
-            raise ConfigError(f"the weights' tree does not fit the policy: missing {missing}, unknown {extra}")
-        for name, given in have.items():
-            if (given.shape, given.dtype) != (want[name].shape, want[name].dtype):
-                raise ConfigError(f"weights {name}: given {given.dtype}{given.shape}, policy {want[name].dtype}{want[name].shape}")
-            first = self._shardings[name] if self._shardings else given.sharding
-            if not given.sharding.is_equivalent_to(first, given.ndim):
-                raise ConfigError(f"weights {name}: given sharding {given.sharding}, the engine's is {first}")
-        self._shardings = {name: given.sharding for name, given in have.items()}
-
-
-def _named(tree) -> dict[str, jax.Array]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _cache_sharding(cfg: ModelConfig, mesh: Mesh | None):
-    """Key/value heads [L, B, S, K, H] over the mesh axis `tensor` where they divide, like the projections that fill them."""
-    if mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    size = dict(mesh.shape).get("tensor", 1)
-    split = size > 1 and cfg.num_kv_heads % size == 0
-    return NamedSharding(mesh, PartitionSpec(None, None, None, "tensor" if split else None, None))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+IMPL = "threefry2x32"  # stated, so that a process-wide default cannot change what a seed gives
+
 
 def sample(logits, keys, temperature, top_k, top_p, *, vocab: int):
     """Draws one token a row.
@@ -31,9 +33,13 @@ def sample(logits, keys, temperature, top_k, top_p, *, vocab: int):
         filtered.any(), lambda: _support(full, top_k, top_p), lambda: jnp.ones(full.shape, jnp.bool)
     )
     masked = jnp.where(keep, full, -jnp.inf)
-    noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.wrap_key_data(k), full.shape[-1:], jnp.float32))(keys)
     best = jnp.argmax(scaled, axis=-1)
-    ids = jnp.where(greedy, best, jnp.argmax(masked + noise, axis=-1)).astype(jnp.int32)
+    # By the inverse of the cumulative distribution: one random number a row instead of V. A rounded sum may be flat or dip
+    # where the probability is 0, so an id outside the support is never taken, whatever the sum says.
+    uniform = jax.vmap(lambda k: jax.random.uniform(jax.random.wrap_key_data(k, impl=IMPL)))(keys)
+    mass = jnp.cumsum(jnp.exp(masked), axis=-1)
+    reached = (masked > -jnp.inf) & (mass >= (1.0 - uniform)[:, None] * mass[:, -1:])  # 1 - uniform is in (0, 1]
+    ids = jnp.where(greedy | ~reached.any(-1), best, jnp.argmax(reached, axis=-1)).astype(jnp.int32)
     full_id = jnp.take_along_axis(full, ids[:, None], axis=-1)[:, 0]
     support = jnp.where(greedy, 0.0, full_id - jax.nn.logsumexp(masked, axis=-1))
     return ids, support, full_id
@@ -41,7 +47,7 @@ def sample(logits, keys, temperature, top_k, top_p, *, vocab: int):
 
 def token_keys(keys, index):
     """Raw keys uint32 [B, 2] of token `index` int32 [B] of the requests with the raw keys `keys` uint32 [B, 2]."""
-    fold = lambda k, i: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(k), i))  # noqa: E731
+    fold = lambda k, i: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(k, impl=IMPL), i))  # noqa: E731
     return jax.vmap(fold)(keys, index)
 
 

@@ -17,6 +17,7 @@ from sage_jax.agent.policy import Key
 from sage_jax.errors import ConfigError, InfrastructureError, SamplingError
 from sage_jax.model.config import ModelConfig
 from sage_jax.model.qwen import Policy, mask_padded
+from sage_jax.sampling.conversation import prompt_chunks
 from sage_jax.sampling.engine import Engine
 from sage_jax.sampling.request import Sampling, key_data
 
@@ -34,6 +35,16 @@ class ByteTokenizer:
 
     def token_bytes(self, i):
         return self.pieces[i]
+
+
+def test_prompt_chunks_cover_the_prompt_and_pad_little():
+    buckets = (8, 16, 32)
+    assert prompt_chunks(0, buckets) == []
+    assert prompt_chunks(3, buckets) == [(3, 8)] and prompt_chunks(15, buckets) == [(15, 16)]
+    assert prompt_chunks(20, buckets) == [(16, 16), (4, 8)] and prompt_chunks(70, buckets) == [(32, 32), (32, 32), (6, 8)]
+    for n in range(1, 200):
+        chunks = prompt_chunks(n, buckets)
+        assert sum(c for c, _ in chunks) == n and all(0 < c <= b for c, b in chunks) and sum(b for _, b in chunks) - n < 8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +85,7 @@ def prompt_of(n, seed=0):
 
 
 def ask(engine, uid, ids, sampling=GREEDY, key=KEY):
-    return engine.submit(uid, ids, sampling, key).result(timeout=120)
+    return engine.submit(uid, ids, sampling, key).result(timeout=600)
 
 
 def alone(engine, ids, sampling=GREEDY, key=KEY):
@@ -117,9 +128,9 @@ def test_greedy_with_neighbours_equals_alone_bit_for_bit(model, engine):
         for i, (future, one) in enumerate(zip(futures, single)):
             if count == 5 and i == 0:
                 with pytest.raises(concurrent.futures.CancelledError):
-                    future.result(timeout=60)
+                    future.result(timeout=600)
                 continue
-            together = future.result(timeout=60)
+            together = future.result(timeout=600)
             assert together.ids == one.ids and (together.logprobs == one.logprobs).all() and (together.full_logprobs == one.full_logprobs).all()
             engine.release(f"together{count}-{i}")
 
@@ -155,7 +166,7 @@ def test_frequencies_of_first_tokens(engine, full_logits):
     futures = [engine.submit(f"f{i}", prompt, sampling, Key(9, (i,))) for i in range(400)]
     counts = np.zeros(64)
     for i in range(400):
-        counts[futures[i].result(timeout=120).ids[0]] += 1
+        counts[futures[i].result(timeout=600).ids[0]] += 1
         engine.release(f"f{i}")
     logits = full_logits(prompt)[-1].astype(np.float64) / 1.5
     expected = 400 * np.exp(logits) / np.exp(logits).sum()
@@ -214,7 +225,7 @@ def test_a_shared_first_prompt_is_copied_with_the_same_bits(model):
     prompt = prompt_of(40)
     with make_engine(model) as engine:
         first = [engine.submit(f"g{i}", prompt, sampling, Key(0, (i,))) for i in range(4)]
-        results = [f.result(timeout=60) for f in first]
+        results = [f.result(timeout=600) for f in first]
         assert engine.stats.prefilled_tokens == 39 and engine.stats.shared_tokens == 3 * 39
     assert len({r.ids for r in results}) == 4
     with make_engine(model) as engine:
@@ -238,7 +249,7 @@ def test_rows_stop_by_themselves_and_the_loop_ends_early(model, engine):
         for i, (p, stop) in enumerate(zip(prompts, stops))
     ]
     for i, (future, n) in enumerate(zip(results, lengths)):
-        r = future.result(timeout=60)
+        r = future.result(timeout=600)
         assert r.ids == free[i][:n] and r.finish == "stop_id" and len(r.logprobs) == n
         engine.release(f"s{i}")
     assert engine.stats.decode_steps - before.decode_steps <= sum(lengths)
@@ -291,7 +302,7 @@ def test_a_bad_request_fails_alone(engine, ids, sampling, match):
     good = engine.submit("good", prompt_of(4), GREEDY, KEY)
     with pytest.raises(SamplingError, match=match):
         ask(engine, "bad", ids, sampling)
-    assert len(good.result(timeout=60).ids) == 12
+    assert len(good.result(timeout=600).ids) == 12
     engine.release("good")
     engine.release("bad")
 
@@ -340,7 +351,7 @@ def test_an_engine_that_breaks_fails_what_is_open_and_says_so(model):
         futures = [engine.submit(f"b{i}", [9, 8], GREEDY, Key(0, (i,))) for i in range(6)]
         for future in futures:
             with pytest.raises(InfrastructureError, match="stopped"):
-                future.result(timeout=60)
+                future.result(timeout=600)
         with pytest.raises(InfrastructureError):
             ask(engine, "later", [9])
         engine.release("b0")
@@ -361,7 +372,7 @@ def test_one_request_at_a_time_and_one_without_weights(model):
         first = engine.submit("u", [9], Sampling(temperature=1.0, max_new_tokens=90), KEY)
         with pytest.raises(SamplingError, match="one at a time"):
             ask(engine, "u", [9])
-        assert len(first.result(timeout=60).ids) == 90
+        assert len(first.result(timeout=600).ids) == 90
     with Engine(model[0], CFG, None, ByteTokenizer(), slots=2, context=32, extend_buckets=(8,), decode_chunk=2) as bare:
         with pytest.raises(SamplingError, match="no weights"):
             ask(bare, "u", [9])

@@ -7,6 +7,7 @@ import pytest
 
 from sage_jax.sampling.logits import sample, token_keys
 
+ROWS = 20_000
 draw = jax.jit(sample, static_argnames="vocab")
 
 
@@ -15,10 +16,12 @@ def keys_of(n, seed=0):
 
 
 def rows(logits, n, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, vocab=None):
-    logits = jnp.broadcast_to(jnp.asarray(logits), (n, np.shape(logits)[-1]))
-    full = lambda x, t: jnp.full((n,), x, t)  # noqa: E731
-    return draw(logits, keys_of(n, seed), full(temperature, jnp.float32), full(top_k, jnp.int32),
-                full(top_p, jnp.float32), vocab=vocab or logits.shape[-1])
+    """The first n of 20,000 draws: one number of rows, so that few shapes are compiled."""
+    logits = jnp.broadcast_to(jnp.asarray(logits), (ROWS, np.shape(logits)[-1]))
+    full = lambda x, t: jnp.full((ROWS,), x, t)  # noqa: E731
+    out = draw(logits, keys_of(ROWS, seed), full(temperature, jnp.float32), full(top_k, jnp.int32),
+               full(top_p, jnp.float32), vocab=vocab or logits.shape[-1])
+    return [x[:n] for x in out]
 
 
 def reference_support(logits, temperature, top_k, top_p):
@@ -35,29 +38,29 @@ def reference_support(logits, temperature, top_k, top_p):
 
 @pytest.mark.parametrize("top_k,top_p", [(0, 0.0), (0, 1e-8), (0, float(jnp.bfloat16(1e-3))), (1, 0.8), (1, 1.0)])
 def test_vanishing_support_is_the_argmax(top_k, top_p):
-    logits = np.random.default_rng(0).normal(size=50).astype(np.float32)
+    logits = np.random.default_rng(0).normal(size=12).astype(np.float32)
     ids, support, _ = rows(logits, 200, top_k=top_k, top_p=top_p)
     assert (ids == logits.argmax()).all()
     np.testing.assert_allclose(support, 0.0, atol=1e-6)
 
 
 def test_top_k_above_the_vocabulary_is_harmless_and_uniform_rows_keep_k():
-    logits = np.zeros(10, np.float32)
+    logits = np.zeros(12, np.float32)
     assert (rows(logits, 300, top_k=1000)[0] == rows(logits, 300)[0]).all()
     ids, support, full = rows(logits, 300, top_k=3)
     assert set(np.asarray(ids)) == {0, 1, 2}
     np.testing.assert_allclose(support, -np.log(3), rtol=1e-5)
-    np.testing.assert_allclose(full, -np.log(10), rtol=1e-5)
+    np.testing.assert_allclose(full, -np.log(12), rtol=1e-5)
 
 
 def test_greedy_takes_the_lowest_of_equals_and_needs_no_noise():
-    ids, support, full = rows([1.0, 3.0, 3.0, 2.0], 5, temperature=0.0, top_p=0.1)
+    ids, support, full = rows([1.0, 3.0, 3.0, 2.0] + [0.0] * 8, 5, temperature=0.0, top_p=0.1)
     assert (ids == 1).all() and (support == 0).all()
-    np.testing.assert_allclose(full, jax.nn.log_softmax(jnp.array([1.0, 3, 3, 2]))[1], rtol=1e-6)
+    np.testing.assert_allclose(full, jax.nn.log_softmax(jnp.array([1.0, 3, 3, 2] + [0] * 8))[1], rtol=1e-6)
 
 
 def test_padded_ids_are_never_drawn_nor_counted():
-    logits = np.r_[np.zeros(6), np.full(4, 50.0)].astype(np.float32)
+    logits = np.r_[np.zeros(6), np.full(6, 50.0)].astype(np.float32)
     for temperature in (0.0, 1.0):
         ids, _, full = rows(logits, 200, temperature=temperature, vocab=6)
         assert (ids < 6).all()
@@ -69,7 +72,7 @@ def test_padded_ids_are_never_drawn_nor_counted():
 def test_frequencies_and_logprobs(temperature, top_k, top_p):
     """Chi-square of 20,000 draws against the exact distribution (limit: 0.1 per cent tail, normal approximation)."""
     logits = np.random.default_rng(1).normal(size=12).astype(np.float32) * 1.5
-    n = 20_000
+    n = ROWS
     ids, support, full = map(np.asarray, rows(logits, n, temperature=temperature, top_k=top_k, top_p=top_p))
     kept = reference_support(logits, temperature, top_k, top_p)
     scaled = logits.astype(np.float64) / temperature

@@ -112,7 +112,7 @@ import os, sys
 os.environ["APPWORLD_ROOT"] = sys.argv[1]
 import dataclasses
 from sage_jax.world.miniworld.build import people_of
-from sage_jax.world.miniworld.check import CheckError, check_scenario, wrong_reference
+from sage_jax.world.miniworld.check import CheckError, check_scenario, short_questions, wrong_reference
 from sage_jax.world.miniworld.generate import make_plan
 from sage_jax.world.miniworld.tasks import plan_tasks
 groups = {}
@@ -122,7 +122,7 @@ name, tasks = next((n, g) for n, g in groups.items() if g[0].family.kind == "que
 try:
     if sys.argv[2] == "wrong function":
         family = dataclasses.replace(tasks[0].family, function=tasks[0].family.function.replace("return ", "return 7 or "))
-        check_scenario([dataclasses.replace(tasks[0], family=family)], wrong_reference(groups, name))
+        check_scenario([dataclasses.replace(tasks[0], family=family)], wrong_reference(short_questions(groups), family.name))
     elif sys.argv[2] == "other's reference passes":
         check_scenario(tasks[:1], tasks[0].reference)
     elif sys.argv[2] == "no-op":

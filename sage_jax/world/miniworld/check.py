@@ -21,17 +21,21 @@ class CheckError(DataRootError):
     """A task of the mini world that does not hold what it promises; names the task, the check and the requirement."""
 
 
-def wrong_reference(groups: dict[str, list[TaskPlan]], scenario: str) -> Reference:
-    """The first reference of another family's scenario: a question, so that a world stays usable after it.
+def short_questions(groups: dict[str, list[TaskPlan]]) -> list[Reference]:
+    """The references of the scenarios' first tasks that answer questions, those with the fewest API calls first.
 
-    Of all of them the shortest in API calls, since every task's check runs one.
+    Every task's check runs one that belongs to another family. Questions change nothing, so the world stays usable.
     """
-    own = groups[scenario][0].family.name
-    others = [g[0].reference for name, g in groups.items() if name != scenario]
-    others = [r for r in others if r.kind == "question" and r.family != own]
-    if not others:
-        raise CheckError(f"scenario {scenario}: no other scenario asks a question of another family")
-    return min(others, key=lambda r: (r.inline.count("apis."), "for " in r.inline.rpartition("token = ")[2], r.task_id))
+    questions = [g[0].reference for g in groups.values() if g[0].family.kind == "question"]
+    return sorted(questions, key=lambda r: (r.inline.count("apis."), "for " in r.inline.rpartition("token = ")[2], r.task_id))
+
+
+def wrong_reference(questions: Sequence[Reference], family: str) -> Reference:
+    """The first of them that is not of `family`. Raises CheckError if there is none."""
+    for reference in questions:
+        if reference.family != family:
+            return reference
+    raise CheckError(f"family {family}: no scenario asks a question of another family")
 
 
 def check_scenario(tasks: Sequence[TaskPlan], wrong: Reference) -> None:

@@ -14,8 +14,9 @@ import time
 import traceback
 from pathlib import Path
 
-from sage_jax.world.miniworld import content, database, tasks
+from sage_jax.world.miniworld import check, content, database, tasks
 from sage_jax.world.miniworld.generate import make_plan
+from sage_jax.world.miniworld.references import Reference
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,6 +32,11 @@ def _scenarios(seed: int, people: int, scenarios: int) -> dict[str, list[tasks.T
     return groups
 
 
+@functools.lru_cache(maxsize=1)
+def _questions(seed: int, people: int, scenarios: int) -> list[Reference]:
+    return check.short_questions(_scenarios(seed, people, scenarios))
+
+
 def _app(root: Path, job: dict) -> None:
     docs = None
     if job["app"] == "api_docs":
@@ -44,9 +50,9 @@ def _scenario(root: Path, job: dict) -> None:
     for task in groups[job["scenario"]]:
         tasks.write_task(task, root)
     if job["check"]:
-        from sage_jax.world.miniworld.check import check_scenario, wrong_reference
-
-        check_scenario(groups[job["scenario"]], wrong_reference(groups, job["scenario"]))
+        group = groups[job["scenario"]]
+        questions = _questions(job["seed"], job["people"], job["scenarios"])
+        check.check_scenario(group, check.wrong_reference(questions, group[0].family.name))
 
 
 def main() -> None:

@@ -54,6 +54,10 @@ def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: s
     print(first_line(rows[:1]))
     console.print(rich_table(rows))
     _save(workdir, rows)
+    unfinished = sorted({e.task_id for run in arm.runs for e in run if e.judgement and e.judgement.success and not e.judgement.completed})
+    if unfinished:
+        print(f"{len(unfinished)} tasks pass every test without complete_task, so the engine's own report counts them and ours does not:")
+        print("  " + " ".join(unfinished))
     if config.eval.keep_outputs:
         print(f"Engine outputs, for `appworld evaluate`: {workdir}/experiments/outputs (APPWORLD_ROOT={workdir})")
 

@@ -195,8 +195,19 @@ def _data_bytes() -> int:
 
 def _own_children() -> list[int]:
     pid = os.getpid()
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        return [int(word) for word in children.read().split()]
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            return [int(word) for word in children.read().split()]
+    except FileNotFoundError:  # a kernel without that list: look at every process
+        return [other for other in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(other) == pid]
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return int(stat.read().rsplit(")", 1)[1].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it ended in between
 
 
 def _kill(pid: int) -> None:

@@ -233,7 +233,7 @@ def test_time_limit_interrupts_and_the_world_lives(bench, short, code):
 @pytest.mark.parametrize(
     "code",
     [
-        "while True:\n    try:\n        while True: len('a')\n    except BaseException: len('b')",
+        "while True:\n    try:\n        x = 1\n        while True: x += 1\n    except BaseException: x = 2",
         "sum(itertools.repeat(0))",
         "signal = __import__('signal')\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass",
     ],
@@ -269,7 +269,7 @@ def test_code_that_ends_its_process(bench, code, limit):
 
 
 def test_swallowed_interrupt_is_still_a_failed_step(bench, short):
-    (step,) = bench.execute("try:\n    while True: len('a')\nexcept Exception: print('swallowed')")
+    (step,) = bench.execute("try:\n    x = 1\n    while True: x += 1\nexcept Exception: print('swallowed')")
     assert step.text == "swallowed\n" and step.failed and step.limit == "time" and not step.world_lost
 
 
@@ -373,7 +373,7 @@ def test_skill_calls(bench):
                 "x = 1",
                 "alias = inner\nalias(1)\n1 / 0",
                 "try:\n    inner(-1)\nexcept ValueError: pass",
-                "import inspect\nprint(inspect.signature(outer), outer.__doc__, outer.__name__)",
+                "inspect = __import__('inspect')\nprint(inspect.signature(outer), outer.__doc__, outer.__name__)",
                 "print(len(names()))",
                 "def inner(x): return 0\ninner(5)",
                 "print(outer(3))",

@@ -6,6 +6,7 @@ are not control tokens, such as Qwen's `<think>`, are). `decode` skips nothing a
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import shutil
@@ -28,7 +29,9 @@ CHATML = (
 # Fences whole (sampling stops at the token that closes one), a newline with its indent, single digits, identifier words
 # with the space before them, runs of one kind of sign.
 _SPLIT = r"```python\n|```|\n[ ]*|\d| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_`]+|`+|[^\S\n]+|."
-_COMPACT = ("```", "```python\n", "\n    ", "\n        ")
+# The same with dotted names whole, for vocabularies of whole words.
+_SPLIT_WORDS = r"```python\n|```|\n[ ]*|\d| ?[\p{L}_]+(?:\.[\p{L}_]+)*| ?[^\s\p{L}\p{N}_`]+|`+|[^\S\n]+|."
+_COMPACT = ("```", "```python\n", "\n    ", "\n        ", "system", "user", "assistant")
 
 
 class Tokenizer(ABC):
@@ -201,10 +204,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     raise ConfigError(f"{path} holds no tokenizer: it needs tokenizer.json or tokenizer.model")
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, whole_words: bool = False) -> FastTokenizer:
     """A byte-level BPE with Qwen's control tokens and a ChatML template; `vocab_size` counts all ids.
 
     Digits stay single; fences and a newline with its indent become single tokens. The same texts give the same merges.
+    whole_words: the frequent words and dotted names of the texts become tokens and there are no merges, so that every
+    other word falls to single bytes: what a small policy has to copy is then made of few token types.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Backend
@@ -215,22 +220,28 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     if vocab_size < least:
         raise ConfigError(f"vocab_size={vocab_size}: a byte-level BPE needs at least {least}")
     texts = list(texts)
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
+    splitter = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(_SPLIT_WORDS if whole_words else _SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if whole_words:
+        counts = collections.Counter(piece for text in texts for piece, _ in splitter.pre_tokenize_str(text))
+        compact = [piece for text in _COMPACT for piece, _ in splitter.pre_tokenize_str(text)]
+        frequent = sorted((p for p, n in counts.items() if n > 1), key=lambda p: (-counts[p], p))
+        words = [w for w in dict.fromkeys([*compact, *frequent]) if len(w) > 1][: vocab_size - extra - len(alphabet)]
+        vocab = {piece: i for i, piece in enumerate([*alphabet, *words])}
+        backend = Backend(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+    else:
+        backend = Backend(models.BPE())
+    backend.pre_tokenizer = splitter
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - extra,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-        min_frequency=2,
-    )
-    weight = 1_000 + sum(map(len, texts)) // 100  # frequent enough to be merged within any vocabulary
-    backend.train_from_iterator([*texts, *(piece for piece in _COMPACT for _ in range(weight))], trainer)
+    if not whole_words:
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size - extra, initial_alphabet=alphabet, show_progress=False, min_frequency=2)
+        weight = 1_000 + sum(map(len, texts)) // 100  # frequent enough to be merged within any vocabulary
+        backend.train_from_iterator([*texts, *(piece for piece in _COMPACT for _ in range(weight))], trainer)
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in ADDED])
     fast = PreTrainedTokenizerFast(

@@ -39,4 +39,4 @@ def train_tokenizer(records: Sequence[dict], private: Sequence[Sequence[str]], v
             for value in drop:
                 text = text.replace(value, "")
             texts.append(text)
-    return train_bpe(texts, vocab_size)
+    return train_bpe(texts, vocab_size, whole_words=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging as stdlib_logging
 import os
 import signal
 import sys
@@ -62,6 +63,8 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
 def start(workdir: Path) -> None:
     """Makes the workdir, names an accelerator that JAX would not use, switches the persistent compile cache on."""
     workdir.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it need not say that torch is missing
+    stdlib_logging.getLogger("jax._src.xla_bridge").setLevel(stdlib_logging.WARNING)
     import jax
 
     from sage_jax.world.roots import cache_home

@@ -20,6 +20,11 @@ from rich.progress import (
 EVERY_S = 20.0  # between plain lines
 
 
+def terminal() -> Console:
+    """Where tables are printed; wide enough for them when the output goes to a file."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
+
+
 @contextlib.contextmanager
 def bar(name: str, total: int) -> Iterator[Callable[..., None]]:
     """Yields `advance(n=1, **facts)`: facts that are bool are shown as shares, others as their last value."""

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from sage_jax.entry import write_config
+from sage_jax.report.progress import terminal
 from sage_jax.report.tables import (
     breakdown,
     difference_text,
@@ -36,7 +36,7 @@ def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: s
         loaded = setup.load_policy(config, source=source)
         print(setup.describe(config, loaded))
     name = Path(source).name if "/" in source else source
-    console = Console()
+    console = terminal()
     if config.eval.reuse:
         without, given = (_with_library(config, workdir, root, loaded, f"{name}-{kind}", split, kind) for kind in ("none", "reference"))
         without.runs[:] = [[e for e in run if e.position > 1] for run in without.runs]

@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from sage_jax.entry import write_config
 from sage_jax.model.hf import save_hf
 from sage_jax.report.curves import curves_png, read_metrics
 from sage_jax.report.episodes import read_episodes, write_text
 from sage_jax.report.html import write_report
+from sage_jax.report.progress import terminal
 from sage_jax.report.tables import difference_text, markdown, paired_difference, rich_table, score
 from sage_jax.sft.loop import run_sft
 from sage_jax.training import setup
@@ -113,7 +113,7 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
         workdir / "report.html", title=f"{config.run.name} on the {root.kind} root", rows=rows, differences=differences, curves=curves,
         episodes=episodes, config=json.dumps(setup.digest(config), indent=1),
     )
-    console = Console()
+    console = terminal()
     console.print(rich_table(rows))
     for label, d in differences:
         console.print(f"{label}: {difference_text(d)}", highlight=False)

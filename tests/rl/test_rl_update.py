@@ -1,6 +1,7 @@
 """The whole update with a real (tiny) policy: against numpy, invariances, skipped updates, retraces, several epochs."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from sage_jax.training.optimizer import decay_mask, init_opt_state, make_optimiz
 from sage_jax.training.state import TrainState
 
 V = 24  # ids of the tokenizer; the embedding has more rows
-CFG = ModelConfig(vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=32, embed_init_std=0.3)
+CFG = ModelConfig(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=32, embed_init_std=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -56,23 +57,38 @@ def samples(n=6, seed=0):
     return result
 
 
+@functools.cache
+def jitted_logprobs(temperature):
+    """Log-probs [N, 15] of N unpacked episodes, one a row: the reference that packing must agree with."""
+    graphdef = create_params(CFG, make_mesh({}, jax.devices()[:1]), 0)[0]
+    f = policy_logprobs(graphdef, temperature=temperature, vocab_size_real=V)
+    return jax.jit(lambda params, batch: f(params, batch)[0])
+
+
+def unpacked(items):
+    batches = [pack([s], [RowShape(1, 16)]).micro_batches[0] for s in items]
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *batches)
+
+
 def with_true_logprobs(policy, items, temperature=1.0):
-    f = policy_logprobs(policy[0], temperature=temperature, vocab_size_real=V)
-    result = []
-    for s in items:
-        batch = pack([s], [RowShape(1, 16)]).micro_batches[0]
-        lp = np.asarray(f(policy[1], batch)[0])[0]
-        n = len(s.ids)
-        result.append(dataclasses.replace(s, logprobs=np.concatenate([[0], lp[: n - 1]]).astype(np.float32)))
-    return result
+    rows = np.asarray(jitted_logprobs(temperature)(policy[1], unpacked(items)))
+    return [
+        dataclasses.replace(s, logprobs=np.concatenate([[0], row[: len(s.ids) - 1]]).astype(np.float32)) for s, row in zip(items, rows)
+    ]
 
 
-def sgd(policy, mesh, packed, cfg=None, temperature=1.0, **kw):
+UPDATES = {}  # compiled once a session
+
+
+def sgd(policy, mesh, packed, temperature=1.0, **kw):
     """(params after one SGD step of rate 1, metrics): the gradient is start - result."""
     tx = optax.sgd(1.0)
     state = state_of(policy, mesh, tx)
-    update = PolicyUpdate(policy_logprobs(policy[0], temperature=temperature, vocab_size_real=V), tx, state, mesh, cfg or LossConfig(), **kw)
-    state, metrics = update(state, packed)
+    key = (temperature, tuple(kw.items()))
+    if key not in UPDATES:
+        loss = LossConfig(old_logprobs=kw.pop("old_logprobs", "recomputed"))
+        UPDATES[key] = PolicyUpdate(policy_logprobs(policy[0], temperature=temperature, vocab_size_real=V), tx, state, mesh, loss, **kw)
+    state, metrics = UPDATES[key](state, packed)
     return state.params, metrics
 
 
@@ -104,18 +120,13 @@ def test_gradient_is_the_formula_s(policy, mesh, normaliser):
     """On-policy: sum_t w_t A grad(log p_t) / denominator, one unpacked episode at a time."""
     items = samples()
     packed = pack(items, [RowShape(2, 32)], normaliser=normaliser, constant=10.0)
-    after, metrics = sgd(policy, mesh, [packed], LossConfig(normaliser=normaliser))
-    f = policy_logprobs(policy[0], temperature=1.0, vocab_size_real=V)
+    after, metrics = sgd(policy, mesh, [packed])
     denominator = {"sequence": len(items), "token": sum(s.trained for s in items), "constant": 10.0 * len(items)}[normaliser]
+    rows = unpacked(items)
+    w = np.stack([s.advantage * rows.mask[i, 1:] / (s.trained if normaliser == "sequence" else 1) for i, s in enumerate(items)])
 
     def surrogate(params):
-        total = 0.0
-        for s in items:
-            batch = pack([s], [RowShape(1, 16)]).micro_batches[0]
-            lp = f(params, batch)[0][0, : len(s.ids) - 1]
-            w = 1 / s.trained if normaliser == "sequence" else 1.0
-            total += -s.advantage * w * (lp * s.mask[1:]).sum()
-        return total / denominator
+        return -(jitted_logprobs(1.0)(params, rows) * w).sum() / denominator
 
     want = jax.tree.map(lambda p, g: p - g, policy[1], jax.grad(surrogate)(policy[1]))
     close(after, want)
@@ -126,7 +137,7 @@ def test_gradient_is_the_formula_s(policy, mesh, normaliser):
 def test_packing_padding_order_and_micro_batches_change_nothing(policy, mesh):
     items = with_true_logprobs(policy, samples(5))
     reference, m0 = sgd(policy, mesh, [pack(items, [RowShape(5, 16)])])
-    for shapes in ([RowShape(1, 16)], [RowShape(3, 16)], [RowShape(1, 64)], [RowShape(2, 32)], [RowShape(8, 16)]):
+    for shapes in ([RowShape(1, 16)], [RowShape(1, 64)], [RowShape(2, 32)]):
         packed = pack(items[::-1], shapes)
         after, m = sgd(policy, mesh, [packed])
         close(after, reference)
@@ -157,7 +168,7 @@ def test_masked_garbage_changes_nothing(policy, mesh):
     assert {k: v for k, v in m.items() if k not in drop} == {k: v for k, v in m0.items() if k not in drop}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_ratio_one_and_no_gap_before_the_first_update(policy, mesh, temperature):
     items = with_true_logprobs(policy, samples(4), temperature)
     packed = [pack(items, [RowShape(2, 32)])]
@@ -165,7 +176,7 @@ def test_ratio_one_and_no_gap_before_the_first_update(policy, mesh, temperature)
     assert m["update/ratio_min"] == m["update/ratio_mean"] == m["update/ratio_max"] == 1.0
     assert m["update/clip_share"] == 0 and m["update/gap_max_nats"] < 1e-5
     assert m["update/gap_mean_nats"] <= m["update/gap_max_nats"] and m["update/gap_p99_nats"] <= m["update/gap_max_nats"]
-    _, m = sgd(policy, mesh, packed, LossConfig(old_logprobs="sampler"), temperature=temperature)
+    _, m = sgd(policy, mesh, packed, temperature=temperature, old_logprobs="sampler")
     assert abs(m["update/ratio_max"] - 1) < 1e-5 and abs(m["update/ratio_min"] - 1) < 1e-5
 
 
@@ -184,17 +195,15 @@ def test_several_mini_batches_and_epochs_are_ppo(policy, mesh):
     packed = [pack(p, [RowShape(2, 32)]) for p in parts]
     after, m = sgd(policy, mesh, packed, epochs=2, mini_batches=2)
     assert m["update/applied"] == 4 and m["update/ratio_max"] > 1.0 > m["update/ratio_min"]
-    f = policy_logprobs(policy[0], temperature=1.0, vocab_size_real=V)
-    whole = [pack([s], [RowShape(1, 16)]).micro_batches[0] for s in items]
-    old = {s.key: np.asarray(f(policy[1], b)[0])[0] for s, b in zip(items, whole)}
+    rows = unpacked(items)
+    old = np.asarray(jitted_logprobs(1.0)(policy[1], rows))
+    advantage = np.array([[s.advantage] for s in items])
 
     def loss(params, part):
-        total = 0.0
-        for s in part:
-            lp = f(params, whole[items.index(s)])[0][0]
-            ratio = jnp.exp(lp - old[s.key])[: len(s.ids) - 1]
-            total += -(jnp.minimum(ratio * s.advantage, jnp.clip(ratio, 0.8, 1.2) * s.advantage) * s.mask[1:]).sum() / s.trained
-        return total / len({s.key[:2] for s in part})
+        ratio = jnp.exp(jitted_logprobs(1.0)(params, rows) - old)
+        token = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage) * rows.mask[:, 1:]
+        chosen = [i for i, s in enumerate(items) if s.key in {x.key for x in part}]
+        return sum(token[i].sum() / items[i].trained for i in chosen) / len({items[i].key[:2] for i in chosen})
 
     params = policy[1]
     for _ in range(2):

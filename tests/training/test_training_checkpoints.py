@@ -1,11 +1,12 @@
 """Save, restore, damage, failures. Small arrays, the real Orbax and Grain."""
 
+import functools
 import json
 import os
-import shutil
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +16,7 @@ from sage_jax.model.config import ModelConfig
 from sage_jax.model.sharding import create_params, make_mesh
 from sage_jax.rl.accumulate import Stats, UpdateStep
 from sage_jax.rl.batch import RowShape, pack
-from sage_jax.training.checkpoints import Checkpoints
+from sage_jax.training.checkpoints import Checkpoints, _Folder
 from sage_jax.training.data import scenario_iterator
 from sage_jax.training.optimizer import init_opt_state, make_optimizer, make_schedule
 from sage_jax.training.state import TrainState
@@ -33,9 +34,16 @@ def adamw():
     return make_optimizer(make_schedule("constant", 1e-2, 0, 10), weight_decay=0.1)
 
 
-def fresh(mesh, tx=None, cfg=CFG):
-    params = create_params(cfg, mesh, 0)[1]
-    return TrainState(params, init_opt_state(tx or adamw(), params, mesh))
+@functools.cache
+def first_state(mesh):
+    params = create_params(CFG, mesh, 0)[1]
+    return TrainState(params, init_opt_state(adamw(), params, mesh))
+
+
+def fresh(mesh):
+    """A state of its own: updates donate it."""
+    state = first_state(mesh)
+    return TrainState(*(jax.tree.map(jnp.copy, t) for t in (state.params, state.opt_state)))
 
 
 def leaves(state):
@@ -58,7 +66,7 @@ def value(state):
 def test_restore_gives_back_all_and_continues_bit_for_bit(tmp_path, mesh):
     """The optimizer's structure survives, the first step does not retrace, and the result is that of not stopping."""
     tx = adamw()
-    state, it = fresh(mesh, tx), scenario_iterator(IDS, 2, 0)
+    state, it = fresh(mesh), scenario_iterator(IDS, 2, 0)
     def loss(p, b):
         return (sum((x**2).sum() * (i + 1) for i, x in enumerate(jax.tree.leaves(p))), Stats({}, {}, {}))
     step = UpdateStep(loss, tx, state, mesh)
@@ -74,7 +82,7 @@ def test_restore_gives_back_all_and_continues_bit_for_bit(tmp_path, mesh):
     compiled = step.compiled()
 
     new_it = scenario_iterator(IDS, 2, 0)
-    like = fresh(mesh, tx)
+    like = fresh(mesh)
     with Checkpoints(tmp_path, keep=2) as c:
         assert c.latest_step() == 1
         restored, meta = c.restore_latest(like, new_it)
@@ -108,18 +116,24 @@ def flip(path):
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("harm", [flip, lambda p: p.write_bytes(b""), os.remove, lambda p: p.write_bytes(p.read_bytes()[:-1])])
-def test_damage_anywhere_falls_back_and_is_named(tmp_path, mesh, harm):
-    save_steps(tmp_path / "ok", mesh, [1, 2])
-    files = sorted(p.relative_to(tmp_path / "ok") for p in (tmp_path / "ok/last/2").rglob("*") if p.is_file() and p.stat().st_size)
-    chosen = [next(f for f in files if part in f.parts) for part in ("params", "opt", "data", "meta")] + [files[-1]]
-    for i, file in enumerate(dict.fromkeys(chosen)):
-        root = tmp_path / f"copy{i}"
-        shutil.copytree(tmp_path / "ok", root)
-        harm(root / file)
-        with Checkpoints(root) as c, pytest.warns(UserWarning, match="last/2"):
-            state, _ = c.restore_latest(fresh(mesh), scenario_iterator(IDS, 2, 0))
-        assert value(state) == 1, file
+def test_damage_to_any_file_is_found_and_an_older_step_is_taken(tmp_path, mesh):
+    save_steps(tmp_path, mesh, [1, 2])
+    folder = _Folder(tmp_path / "last", 3)
+    harms = (flip, lambda p: p.write_bytes(b""), os.remove, lambda p: p.write_bytes(p.read_bytes()[:-1]))
+    files = sorted(p for p in (tmp_path / "last/2").rglob("*") if p.is_file() and p.stat().st_size and p.name != "MANIFEST.json")
+    assert {f.relative_to(tmp_path / "last/2").parts[0] for f in files} >= {"params", "opt", "data", "meta"}
+    for file in files:
+        content = file.read_bytes()
+        for harm in harms:
+            harm(file)
+            with pytest.warns(UserWarning, match=r"last/2 is damaged"):
+                assert list(folder.whole()) == [1], file
+            file.write_bytes(content)
+    assert list(folder.whole()) == [2, 1]
+    flip(files[0])
+    with Checkpoints(tmp_path) as c, pytest.warns(UserWarning, match="last/2"):
+        state, _ = c.restore_latest(fresh(mesh), scenario_iterator(IDS, 2, 0))
+    assert value(state) == 1
 
 
 def test_all_damaged_or_none_is_an_error(tmp_path, mesh):
@@ -157,7 +171,8 @@ def test_another_optimizer_or_model_is_named_and_not_taken_for_damage(tmp_path, 
         warnings.simplefilter("error")
         with pytest.raises(CheckpointError, match="another optimizer"):
             c.restore_latest(TrainState(params, init_opt_state(other, params, mesh)), scenario_iterator(IDS, 2, 0))
-        wide = fresh(mesh, cfg=CFG.replace(hidden_size=16))
+        params = create_params(CFG.replace(hidden_size=16), mesh, 0)[1]
+        wide = TrainState(params, init_opt_state(adamw(), params, mesh))
         with pytest.raises(CheckpointError, match=r"another model.*saved float32\[16, 8\], now float32\[16, 16\]"):
             c.restore_latest(wide, scenario_iterator(IDS, 2, 0))
 

@@ -34,7 +34,7 @@ from sage_jax.world.types import InstallVerdict, Judgement, StepResult
 class Limits:
     """What one world may take. Seconds are real time, measured in the trainer."""
 
-    start_s: float = 300.0  # warming a fork server
+    start_s: float = 600.0  # warming a fork server
     open_s: float = 60.0
     execute_s: float = 60.0  # after this the code is interrupted; the step failed, the world lives on
     grace_s: float = 5.0  # after this much more it is killed, and the world is lost

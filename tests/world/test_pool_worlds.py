@@ -335,7 +335,7 @@ def test_killed_server_is_replaced(bench):
     starts = bench.pool.server_starts
     pid = bench.run(steps())
     bench.healthy()
-    assert bench.pool.server_starts == starts + 1
+    assert bench.pool.server_starts > starts
     assert not os.path.exists(f"/proc/{pid}")
 
 

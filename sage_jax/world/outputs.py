@@ -58,10 +58,14 @@ class Outputs:
         os.chmod(self.scratch, 0o700)
         self.view = self.scratch / "view"
         self.home = self.scratch / "home"
-        self.home.mkdir()
-        _lay_out(self.view, self.data)
         self.kept = Path(kept).absolute() if kept is not None else self.scratch / "kept"
-        _lay_out(self.kept, self.data)
+        try:
+            self.home.mkdir()
+            _lay_out(self.view, self.data)
+            _lay_out(self.kept, self.data)
+        except BaseException:
+            self.remove()
+            raise
         self._in_use: set[tuple[str, str]] = set()
         self._serial = 0
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from sage_jax.errors import ConfigError, JudgeError
+from sage_jax.world import outputs
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
 
@@ -65,8 +66,11 @@ def test_judge_that_cannot_score(mini_root):
     assert asyncio.run(whole()).total > 0
 
 
-def test_outputs_of_another_root_are_refused(mini_root, tmp_path):
+def test_outputs_of_another_root_are_refused(mini_root, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(outputs, "_scratch_parent", lambda: str(scratch))
 
     async def start():
         async with WorldPool(mini_root.path, limits=Limits(), outputs=tmp_path, max_open=1):
@@ -74,3 +78,4 @@ def test_outputs_of_another_root_are_refused(mini_root, tmp_path):
 
     with pytest.raises(ConfigError, match="not to the data root"):
         asyncio.run(start())
+    assert not list(scratch.iterdir())

@@ -195,7 +195,9 @@ class _Workers:
                 process.stdin.flush()
                 line = process.stdout.readline()
             if not line:
-                errors.append(f"building {name}: the worker process ended.\n{self._log.read_text()[-4000:]}")
+                code = process.wait()
+                errors.append(f"building {name}: its worker process ended with status {code} (a negative one is a signal: "
+                              f"-9 may be the system's memory killer). Run it again.\n{self._log.read_text()[-4000:]}")
             elif error := json.loads(line)["error"]:
                 errors.append(f"building {name} failed.\n{error}")
             progress.step()

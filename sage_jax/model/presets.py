@@ -1,6 +1,7 @@
-"""Named model shapes. The small ones are ours; the Qwen ones are the published `config.json` values.
+"""Named model shapes. The small ones are ours; the Qwen ones follow the published models.
 
-Sources: huggingface.co/Qwen/Qwen3-{0.6B,1.7B,4B,8B,14B,32B} and Qwen/Qwen2.5-32B-Instruct, file config.json.
+Unverified: the Qwen values are those of huggingface.co/Qwen/Qwen3-{0.6B,1.7B,4B,8B,14B,32B} and Qwen/Qwen2.5-32B-Instruct as
+they are commonly cited, and were not compared with the files. `load_hf` reads a folder's own config.json, never a preset.
 """
 
 from __future__ import annotations

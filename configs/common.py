@@ -45,7 +45,7 @@ def base() -> ConfigDict:
     c.sampler.temperature = 1.0
     c.sampler.top_k = 0  # 0: off
     c.sampler.top_p = 1.0
-    c.sampler.max_new_tokens = 256  # a turn
+    c.sampler.max_new_tokens = 320  # a turn
 
     c.agent = ConfigDict()
     c.agent.kind = "skill"  # "skill" or "plain" (no library)
@@ -83,7 +83,7 @@ def base() -> ConfigDict:
     c.rl.epochs = 1
     c.rl.mini_batches = 1
     c.rl.row_tokens = (640,)  # lengths of packed rows; the longest holds a whole episode
-    c.rl.rows = 16  # rows of a micro-batch
+    c.rl.rows = 2  # rows of a micro-batch; few, so that on a CPU they stay in its cache
     c.rl.max_bad_updates = 3  # skipped (non-finite) updates in a row before the run stops
 
     c.optim = ConfigDict()
@@ -127,14 +127,14 @@ def base() -> ConfigDict:
     c.sft = ConfigDict()
     c.sft.start = "random"  # "random", "bundled", or a Hugging Face folder
     c.sft.save_dtype = "bfloat16"
-    c.sft.steps = 600
-    c.sft.batch = 32  # conversations an update
-    c.sft.rows = 16  # rows of a micro-batch
+    c.sft.steps = 900
+    c.sft.batch = 16  # conversations an update
+    c.sft.rows = 2  # rows of a micro-batch
     c.sft.row_tokens = (640,)
     c.sft.normaliser = "sequence"  # "sequence" or "token"
     c.sft.lr = 3e-3
     c.sft.schedule = "cosine"
-    c.sft.warmup = 30
+    c.sft.warmup = 20
     c.sft.b1 = 0.9
     c.sft.b2 = 0.99
     c.sft.eps = 1e-8

@@ -12,9 +12,10 @@ def get_config(arg=None):
     c = sage_demo.get_config()
     c.run.base = True
     c.run.splits = ("test_normal",)
-    c.rl.steps = 10
+    c.rl.steps = 6
+    c.eval.scenarios = 16
     c.eval.runs = 0
-    c.eval.every = 5
+    c.eval.every = 3
     c.eval.keep_outputs = True
     return common.with_arg(c, arg, smoke=smoke, from_scratch=from_scratch, runlocal=smoke)
 
@@ -22,7 +23,7 @@ def get_config(arg=None):
 def smoke(c):
     c.world.scenarios = 12
     c.rl.steps = 3
-    c.rl.scenarios_per_step = 4
+    c.rl.scenarios_per_step = 2
     c.eval.every = 3
 
 

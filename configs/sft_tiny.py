@@ -11,7 +11,7 @@ def get_config(arg=None):
     c = common.base()
     c.model.source = "random"
     c.model.tokenizer = "workdir"  # trained by `collect` on the collected text
-    c.collect.vocab_size = 640
+    c.collect.vocab_size = 1024
     # Worlds of other seeds than the demo's: more names and titles to copy, and none of the demo's people is seen.
     c.collect.seeds = (1, 2, 3, 4)
     c.collect.passes = 1

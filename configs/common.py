@@ -126,6 +126,7 @@ def base() -> ConfigDict:
 
     c.sft = ConfigDict()
     c.sft.start = "random"  # "random", "bundled", or a Hugging Face folder
+    c.sft.renamed_copies = 8  # copies of each conversation with random names in place of its own; 0: train on it as it is
     c.sft.save_dtype = "bfloat16"
     c.sft.steps = 900
     c.sft.batch = 16  # conversations an update

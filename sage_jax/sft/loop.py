@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from sage_jax.errors import ConfigError, SageError
@@ -15,6 +16,7 @@ from sage_jax.report.progress import bar
 from sage_jax.rl.accumulate import UpdateStep
 from sage_jax.rl.batch import Packed, RowShape, Sample, pack
 from sage_jax.sft.dataset import encode, held_out, read_dataset
+from sage_jax.sft.rename import renamed
 from sage_jax.sft.step import Evaluation, supervised_loss
 from sage_jax.training.checkpoints import Checkpoints
 from sage_jax.training.data import shuffled_batches
@@ -46,7 +48,9 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     renderer = ChatRenderer(loaded.tokenizer)
     shapes = [RowShape(c.rows, length) for length in c.row_tokens]
     longest = max(c.row_tokens)
-    train, test = (encode(r, renderer, longest) for r in (train_records, test_records))
+    rng = np.random.default_rng(config.seed)
+    copies = [renamed(r, rng) for _ in range(c.renamed_copies) for r in train_records]
+    train, test = (encode(r, renderer, longest) for r in (copies or train_records, test_records))
     if len(train.samples) < c.batch:
         raise ConfigError(f"sft.batch={c.batch} is larger than the {len(train.samples)} usable conversations of {dataset}")
 

@@ -47,15 +47,15 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
         tally[f"asked/{mode}"] += 1
         if e.s:
             tally[f"kept/{mode}"] += 1
-            records.append(record(e, train_failed_turns=c.train_failed_turns))
+            names = drop[e.rollout, e.task_id]
+            records.append(record(e, names, train_failed_turns=c.train_failed_turns))
         else:
             tally[f"refused/{mode}/{e.end}"] += 1
     if not records:
         raise SageError("collect: no episode passed the judge, so there is nothing to learn from. The counts: " + json.dumps(tally))
     write_dataset(path, records)
     if c.vocab_size:
-        names = [drop[r["meta"]["rollout"], r["meta"]["task_id"]] for r in records]
-        train_tokenizer(records, names, c.vocab_size).save(workdir / "tokenizer")
+        train_tokenizer(records, [r["meta"]["names"] for r in records], c.vocab_size).save(workdir / "tokenizer")
     text = {"episodes": len(episodes), "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
     temporary = summary.with_suffix(".tmp")
     temporary.write_text(json.dumps(text, indent=1) + "\n")
@@ -64,8 +64,11 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
     return path
 
 
-def record(e: Episode, *, train_failed_turns: bool) -> dict:
-    """One episode as a conversation; a response whose step failed has `train` false unless asked otherwise."""
+def record(e: Episode, names: list[str], *, train_failed_turns: bool) -> dict:
+    """One episode as a conversation; a response whose step failed has `train` false unless asked otherwise.
+
+    `names` are the strings that another task of the family would have others for; see `sft.rename`.
+    """
     messages, turn = [], 0
     opening = len(e.messages) - 2 * len(e.turns) + 1 if e.turns else len(e.messages)
     for i, m in enumerate(e.messages):
@@ -76,7 +79,7 @@ def record(e: Episode, *, train_failed_turns: bool) -> dict:
             messages.append({**m, **({"train": False} if m["role"] == "assistant" else {})})
     meta = {
         "task_id": e.task_id, "scenario_id": e.scenario_id, "rollout": e.rollout, "position": e.position,
-        "mode": e.labels["mode"], "turns": len(e.turns), "difficulty": e.difficulty,
+        "mode": e.labels["mode"], "turns": len(e.turns), "difficulty": e.difficulty, "names": names,
     }
     return {"messages": messages, "meta": meta}
 

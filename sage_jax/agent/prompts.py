@@ -76,8 +76,8 @@ def opening(task: Task, skills: Sequence[Skill], spec: PromptSpec, count: Callab
 
 
 def observation(text: str, spec: PromptSpec) -> tuple[str, int]:
-    """(what the agent reads, characters left out): addresses blanked, the middle cut, the reminder appended."""
-    text = _ADDRESS.sub("0x0", text)
+    """(what the agent reads, characters left out): addresses blanked, line ends at the end left off, the middle cut, the reminder appended."""
+    text = _ADDRESS.sub("0x0", text).rstrip("\n")
     limit, dropped = spec.observation_chars, 0
     if len(text) > limit:
         # The head says what was printed, the tail what went wrong: keep both.

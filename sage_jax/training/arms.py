@@ -6,7 +6,6 @@ With `keep_outputs` the engine's own files lie in workdir/experiments/outputs/<a
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import time
@@ -36,7 +35,9 @@ class Arm:
     asked: int
 
 
-def measure(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded | None, name: str, split: str) -> Arm:
+def measure(
+    config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded | None, name: str, split: str, session: setup.Session
+) -> Arm:
     """Evaluates a policy (None: the scripted one) as `config.eval` says; an arm that is complete on disk is read instead."""
     e = config.eval
     label = Path(split).stem if split.endswith(".txt") else split
@@ -51,7 +52,7 @@ def measure(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loa
     asked = sum(len(ids) - (e.library == "reference") for _, ids in groups)
     engine = setup.sampler(config, loaded) if loaded is not None else None
     try:
-        runs = asyncio.run(_run(config, workdir, root, loaded, engine, f"{name}/{label}", split, indices, asked))
+        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, indices, asked, session.pool))
     finally:
         if engine is not None:
             engine.close()
@@ -71,7 +72,7 @@ def read_arm(folder: Path) -> Arm:
     return Arm(about["arm"], about["split"], runs, about["asked"])
 
 
-async def _run(config, workdir, root, loaded, engine, name, split, indices, asked) -> list[list[Episode]]:
+async def _run(config, root, loaded, engine, name, split, indices, asked, pool) -> list[list[Episode]]:
     e = config.eval
     groups = list(root.scenarios(split).items())[: e.scenarios or None]
     facts = None
@@ -83,14 +84,13 @@ async def _run(config, workdir, root, loaded, engine, name, split, indices, aske
         policies = {i: setup.jax_policy(config, engine, loaded, temperature=e.temperature if i else 0.0) for i in indices}
     count = rough_tokens if loaded is None else (lambda text: len(loaded.tokenizer.encode(text)))
     given = setup.reference_skills(root, split) if e.library == "reference" else None
-    async with setup.world_pool(config, root, workdir if e.keep_outputs else None) as pool:
-        with bar(name, asked * len(indices)) as advance:
+    with bar(name, asked * len(indices)) as advance:
 
-            def progress(p: Progress) -> None:
-                advance(success=bool(p.episode.s))
+        def progress(p: Progress) -> None:
+            advance(success=bool(p.episode.s))
 
-            return await evaluate(
-                root, split, [Run(i, policies[i]) for i in indices], pool, setup.episode_spec(config, keep_outputs=e.keep_outputs),
-                seed=config.seed, name=name, library=e.library, given=given, scenarios=e.scenarios, facts=facts, count=count,
-                on_progress=progress,
-            )
+        return await evaluate(
+            root, split, [Run(i, policies[i]) for i in indices], pool, setup.episode_spec(config, keep_outputs=e.keep_outputs),
+            seed=config.seed, name=name, library=e.library, given=given, scenarios=e.scenarios, facts=facts, count=count,
+            on_progress=progress,
+        )

@@ -6,7 +6,6 @@ it, and `collect.json` (what was asked, kept and refused, by mode). Only episode
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import json
 import time
@@ -23,6 +22,7 @@ from sage_jax.sft.dataset import write_dataset
 from sage_jax.training import setup
 from sage_jax.training.data import draw_chain
 from sage_jax.training.vocabulary import private_text, train_tokenizer
+from sage_jax.world.pool import WorldPool
 from sage_jax.world.roots import DataRoot
 
 
@@ -38,7 +38,8 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
     episodes, drop = [], {}
     for number, root in enumerate(roots):
         print(f"collect: root {number + 1} of {len(roots)}, {root.path}")
-        found = asyncio.run(_collect(config, root, number))
+        with setup.Session(config, root, None) as session:
+            found = session.run(_collect(config, root, number, session.pool))
         drop |= {(e.rollout, e.task_id): private_text(root, e.task_id) for e in found}
         episodes += found
     records, tally = [], collections.Counter()
@@ -84,7 +85,7 @@ def record(e: Episode, names: list[str], *, train_failed_turns: bool) -> dict:
     return {"messages": messages, "meta": meta}
 
 
-async def _collect(config: ConfigDict, root: DataRoot, number: int) -> list[Episode]:
+async def _collect(config: ConfigDict, root: DataRoot, number: int, pool: WorldPool) -> list[Episode]:
     """All passes over one root; `number` keeps the rollouts of several roots apart."""
     c = config.collect
     groups = root.scenarios(c.split)
@@ -94,21 +95,20 @@ async def _collect(config: ConfigDict, root: DataRoot, number: int) -> list[Epis
     inline = {m: w for m, w in modes.items() if m.endswith("inline")}
     passes = [("skill", modes, groups)] * c.passes + [("plain", inline, plain)]
     episodes: list[Episode] = []
-    async with setup.world_pool(config, root, None) as pool:
-        with bar("collect", sum(len(ids) for _, _, chosen in passes for ids in chosen.values())) as advance:
-            for index, (kind, weights, chosen) in enumerate(passes):
-                policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed)
-                spec = setup.episode_spec(config, keep_outputs=False, kind=kind)
-                chains = [
-                    [root.task(t) for t in draw_chain(config.seed, index, scenario, ids, len(ids))] for scenario, ids in chosen.items()
-                ]
+    with bar("collect", sum(len(ids) for _, _, chosen in passes for ids in chosen.values())) as advance:
+        for index, (kind, weights, chosen) in enumerate(passes):
+            policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed)
+            spec = setup.episode_spec(config, keep_outputs=False, kind=kind)
+            chains = [
+                [root.task(t) for t in draw_chain(config.seed, index, scenario, ids, len(ids))] for scenario, ids in chosen.items()
+            ]
 
-                def progress(p: Progress) -> None:
-                    advance(passed=bool(p.episode.s))
+            def progress(p: Progress) -> None:
+                advance(passed=bool(p.episode.s))
 
-                rollouts = await run_chains(
-                    chains, 1, policy, pool, spec, seed=config.seed, path=(number, index), name=f"collect/root{number}/pass{index}/{kind}", facts=facts,
-                    on_progress=progress,
-                )
-                episodes += [e for r in rollouts for e in r.episodes]
+            rollouts = await run_chains(
+                chains, 1, policy, pool, spec, seed=config.seed, path=(number, index), name=f"collect/root{number}/pass{index}/{kind}", facts=facts,
+                on_progress=progress,
+            )
+            episodes += [e for r in rollouts for e in r.episodes]
     return episodes

@@ -36,38 +36,42 @@ def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: s
         loaded = setup.load_policy(config, source=source)
         print(setup.describe(config, loaded))
     name = Path(source).name if "/" in source else source
-    console = terminal()
-    if config.eval.reuse:
-        without, given = (_with_library(config, workdir, root, loaded, f"{name}-{kind}", split, kind) for kind in ("none", "reference"))
-        without.runs[:] = [[e for e in run if e.position > 1] for run in without.runs]
-        rows = [
-            score(without.runs, "tasks 2 and 3 without a skill", asked=given.asked, tasks_per_scenario=2),
-            score(given.runs, "tasks 2 and 3 with task 1's function", asked=given.asked, tasks_per_scenario=2),
-        ]
-        console.print(rich_table(rows, title=f"what a skill is worth on {split}"))
-        d = paired_difference(without.runs, given.runs, "tgc", seed=0, tasks_per_scenario=2)
-        print(f"with - without: {difference_text(d)}")
-        _save(workdir, rows)
-        return
-    arm = measure(config, workdir, root, loaded, name, split)
+    with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
+        if config.eval.reuse:
+            rows = _reuse(config, workdir, root, loaded, name, split, session)
+        else:
+            rows = _plain(config, workdir, measure(config, workdir, root, loaded, name, split, session))
+    value = [{"arm": r.arm, "split": r.split, "difficulty": r.difficulty, "runs": r.runs, **r.values} for r in rows]
+    (workdir / "summary.json").write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _plain(config: ConfigDict, workdir: Path, arm: Arm) -> list:
     rows = [score(arm.runs, arm.name, asked=arm.asked, split=arm.split), *breakdown(arm.runs, arm.name)[1:]]
     print(first_line(rows[:1]))
-    console.print(rich_table(rows))
-    _save(workdir, rows)
+    terminal().print(rich_table(rows))
     unfinished = sorted({e.task_id for run in arm.runs for e in run if e.judgement and e.judgement.success and not e.judgement.completed})
     if unfinished:
         print(f"{len(unfinished)} tasks pass every test without complete_task, so the engine's own report counts them and ours does not:")
         print("  " + " ".join(unfinished))
     if config.eval.keep_outputs:
         print(f"Engine outputs, for `appworld evaluate`: {workdir}/experiments/outputs (APPWORLD_ROOT={workdir})")
+    return rows
 
 
-def _with_library(config: ConfigDict, workdir: Path, root, loaded, name: str, split: str, library: str) -> Arm:
+def _reuse(config: ConfigDict, workdir: Path, root, loaded, name: str, split: str, session: setup.Session) -> list:
+    without, given = (_with_library(config, workdir, root, loaded, f"{name}-{kind}", split, kind, session) for kind in ("none", "reference"))
+    without.runs[:] = [[e for e in run if e.position > 1] for run in without.runs]
+    rows = [
+        score(without.runs, "tasks 2 and 3 without a skill", asked=given.asked, tasks_per_scenario=2),
+        score(given.runs, "tasks 2 and 3 with task 1's function", asked=given.asked, tasks_per_scenario=2),
+    ]
+    terminal().print(rich_table(rows, title=f"what a skill is worth on {split}"))
+    d = paired_difference(without.runs, given.runs, "tgc", seed=0, tasks_per_scenario=2)
+    print(f"with - without: {difference_text(d)}")
+    return rows
+
+
+def _with_library(config: ConfigDict, workdir: Path, root, loaded, name: str, split: str, library: str, session: setup.Session) -> Arm:
     c = config.copy_and_resolve_references()
     c.eval.library = library
-    return measure(c, workdir, root, loaded, name, split)
-
-
-def _save(workdir: Path, rows) -> None:
-    value = [{"arm": r.arm, "split": r.split, "difficulty": r.difficulty, "runs": r.runs, **r.values} for r in rows]
-    (workdir / "summary.json").write_text(json.dumps(value, indent=1) + "\n")
+    return measure(c, workdir, root, loaded, name, split, session)

@@ -47,20 +47,25 @@ def run_experiment(config: ConfigDict, workdir: Path) -> None:
     loaded = setup.load_policy(config, source=source)
     print(setup.describe(config, loaded))
 
+    with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
+        arms = _arms(config, workdir, root, loaded, session, phases)
+    report(config, workdir, root, arms, phases.seconds)
+
+
+def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, phases: Phases) -> list[Arm]:
+    """Evaluates, trains, evaluates."""
     arms: list[Arm] = []
     for split in config.run.splits:
         if config.run.base:
             with phases(f"evaluate base on {split}"):
-                arms.append(measure(config, workdir, root, _untrained(config, workdir), "base", split))
+                arms.append(measure(config, workdir, root, _untrained(config, workdir), "base", split, session))
         if config.run.start:
             with phases(f"evaluate {config.run.start_name} on {split}"):
-                arms.append(measure(config, workdir, root, loaded, config.run.start_name, split))
-    name = config.run.name
+                arms.append(measure(config, workdir, root, loaded, config.run.start_name, split, session))
     final = workdir / "policy"
     if not (final / "config.json").exists():
         with phases("train"):
-            live = StepLines(config.rl.steps)
-            state = train(config, workdir, root, loaded, live)
+            state = train(config, workdir, root, loaded, session, StepLines(config.rl.steps))
         save_hf(final, loaded.cfg, state.params, loaded.tokenizer, dtype="float32")
         loaded = dataclasses.replace(loaded, params=state.params)
     else:
@@ -68,9 +73,9 @@ def run_experiment(config: ConfigDict, workdir: Path) -> None:
         loaded = setup.load_policy(config, source=str(final))
     gc.collect()
     for split in config.run.splits:
-        with phases(f"evaluate {name} on {split}"):
-            arms.append(measure(config, workdir, root, loaded, name, split))
-    report(config, workdir, root, arms, phases.seconds)
+        with phases(f"evaluate {config.run.name} on {split}"):
+            arms.append(measure(config, workdir, root, loaded, config.run.name, split, session))
+    return arms
 
 
 def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:

@@ -7,7 +7,6 @@ again from the last checkpoint, with the same noise, and gives what not stopping
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import time
@@ -35,7 +34,6 @@ from sage_jax.training.metrics import MetricsWriter
 from sage_jax.training.optimizer import init_opt_state, make_optimizer, make_schedule
 from sage_jax.training.rollout_metrics import rollout_metrics
 from sage_jax.training.state import TrainState
-from sage_jax.world.pool import WorldPool
 from sage_jax.world.roots import DataRoot
 
 
@@ -45,19 +43,21 @@ class Parts:
 
     config: ConfigDict
     root: DataRoot
-    pool: WorldPool
     engine: object
     loaded: setup.Loaded
     update: PolicyUpdate
     chains: Callable
-    loop: asyncio.AbstractEventLoop
+    session: setup.Session
 
 
-def train(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, report: Callable[[int, dict], None]) -> TrainState:
+def train(
+    config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, report: Callable[[int, dict], None]
+) -> TrainState:
     """Trains for `config.rl.steps` steps, resuming from workdir/checkpoints if there are any.
 
     Args:
       loaded: the start policy; its parameters are donated.
+      session: an open pool over `root`.
       report: called after every step with (step, metrics), for progress lines.
 
     Raises:
@@ -83,12 +83,9 @@ def train(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loade
         state, _ = checkpoints.restore_latest(state, iterator)
     metrics = MetricsWriter(workdir, resume_step=state.step)
 
-    loop = asyncio.new_event_loop()
     engine = setup.sampler(config, dataclasses.replace(loaded, params=state.params))
-    pool = setup.world_pool(config, root, None)
-    parts = Parts(config, root, pool, engine, loaded, update, chain_sources.source(config, root), loop)
+    parts = Parts(config, root, engine, loaded, update, chain_sources.source(config, root), session)
     try:
-        loop.run_until_complete(pool.start())
         while state.step < rl.steps:
             step = state.step
             engine.set_params(state.params, version=step)
@@ -104,8 +101,6 @@ def train(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loade
                 raise SageError(f"updates of steps {step - state.skipped_in_row + 1} to {step} were not finite; the run stops. See {workdir}/metrics.jsonl")
     finally:
         engine.close()
-        loop.run_until_complete(pool.close())
-        loop.close()
         checkpoints.close()
         metrics.close()
     return state
@@ -119,9 +114,9 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     chains = [parts.chains(step, s) for s in scenarios]
     a = config.agent
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=config.sampler.temperature)
-    rollouts = parts.loop.run_until_complete(
+    rollouts = parts.session.run(
         run_chains(
-            chains, rl.group, policy, parts.pool, setup.episode_spec(config, keep_outputs=False), seed=config.seed, path=(step,),
+            chains, rl.group, policy, parts.session.pool, setup.episode_spec(config, keep_outputs=False), seed=config.seed, path=(step,),
             name=f"step{step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
             early_stop=(a.early_stop_turn, a.early_stop_share) if a.early_stop_turn else None,
         )
@@ -176,9 +171,9 @@ def _dev(parts: Parts, state: TrainState) -> dict:
     started = time.monotonic()
     parts.engine.set_params(state.params, version=state.step)
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=0.0)
-    runs = parts.loop.run_until_complete(
+    runs = parts.session.run(
         evaluate(
-            parts.root, config.eval.dev_split, [Run(0, policy)], parts.pool, setup.episode_spec(config, keep_outputs=False),
+            parts.root, config.eval.dev_split, [Run(0, policy)], parts.session.pool, setup.episode_spec(config, keep_outputs=False),
             seed=config.seed, name=f"dev{state.step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
         )
     )

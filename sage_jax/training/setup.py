@@ -5,10 +5,13 @@ Every choice by name is checked here, at start; library code below takes plain v
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -59,6 +62,34 @@ def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> Worl
         memory_mb=w.memory_mb, output_chars=w.output_chars,
     )
     return WorldPool(root.path, limits=limits, outputs=outputs, max_open=w.max_open)
+
+
+class Session:
+    """An event loop and an executor pool for a whole run: warming the pool's server takes seconds, so it is done once.
+
+    Use as a context manager. `outputs`: where worlds opened with `keep=True` leave the engine's files.
+    """
+
+    def __init__(self, config: ConfigDict, root: DataRoot, outputs: Path | None):
+        self._loop = asyncio.new_event_loop()
+        self.pool = world_pool(config, root, outputs)
+
+    def __enter__(self) -> Session:
+        self.run(self.pool.start())
+        return self
+
+    def __exit__(self, *_) -> None:
+        # After Ctrl-C coroutines are still suspended; they must end before the loop does.
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.run(self.pool.close())
+        self._loop.close()
+
+    def run(self, coroutine: Coroutine) -> Any:
+        return self._loop.run_until_complete(coroutine)
 
 
 def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_folder: Path | None = None) -> Loaded:

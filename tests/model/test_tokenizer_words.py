@@ -16,7 +16,7 @@ def test_known_words_are_whole_and_names_are_bytes(words):
     def pieces(text):
         return [words.decode([i]) for i in words.encode(text)]
 
-    assert pieces("apis.venmo.show_transactions") == ["apis.venmo.show_transactions"]
+    assert pieces(" apis.venmo.show_transactions") == [" apis.venmo.show_transactions"]
     assert pieces(" total") == [" total"]
     assert pieces("'Ida Otal'") == ["'", *"Ida Otal", "'"]
     assert pieces("```python\n") == ["```python\n"] and pieces("2023") == list("2023")

@@ -209,7 +209,7 @@ def test_several_mini_batches_and_epochs_are_ppo(policy, mesh):
     for _ in range(2):
         for part in parts:
             params = jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, part))
-    close(after, params, atol=2e-5)
+    close(after, params, atol=2e-4)  # four updates of rate 1 in a row carry the rounding of other row shapes on
     with pytest.raises(ValueError, match="2 mini-batches"):
         sgd(policy, mesh, packed[:1], mini_batches=2)
 

@@ -99,6 +99,7 @@ def write_config(config: ConfigDict, workdir: Path) -> None:
     from sage_jax.errors import ConfigError
 
     text = json.dumps(json.loads(config.to_json_best_effort()), indent=2, sort_keys=True)
+    workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / "config.json"
     if path.exists():
         old, new = _flat(json.loads(path.read_text())), _flat(json.loads(text))

@@ -54,7 +54,8 @@ def _plain(config: ConfigDict, workdir: Path, arm: Arm) -> list:
         print(f"{len(unfinished)} tasks pass every test without complete_task, so the engine's own report counts them and ours does not:")
         print("  " + " ".join(unfinished))
     if config.eval.keep_outputs:
-        print(f"Engine outputs, for `appworld evaluate`: {workdir}/experiments/outputs (APPWORLD_ROOT={workdir})")
+        kept = sorted(p.name for p in (workdir / "experiments" / "outputs").glob(f"{arm.name}-{arm.split}-run*"))
+        print(f"The engine's own report: cd {workdir} && appworld evaluate {kept[0] if kept else '<experiment>'} {arm.split}")
     return rows
 
 

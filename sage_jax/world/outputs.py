@@ -6,7 +6,7 @@ what the engine writes):
 - the scratch folder of the pool, in memory (/dev/shm) where there is room: worlds that nobody wants to keep, each
   under an experiment name of its own, removed when the world closes and with the pool;
 - the outputs folder: worlds opened with `keep=True`, as `experiments/outputs/<experiment>/tasks/<task_id>/`. Run
-  `APPWORLD_ROOT=<outputs> appworld evaluate <experiment> <split>` to have the engine report on them.
+  `cd <outputs> && appworld evaluate <experiment> <split>` to have the engine report on them.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_our_table_is_the_engines_report(mini_root, tmp_path, capsys):
     assert row["tgc"] == 1.0 and row["sgc"] == 1.0
     (experiment,) = [p.name for p in (tmp_path / "experiments" / "outputs").iterdir()]
     run = [sys.executable, "-m", "appworld.cli", "evaluate", experiment, "dev"]
-    done = subprocess.run(run, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / "experiments/outputs" / experiment / "evaluations" / "dev.json").read_text())
     ours = [100 * row["tgc"], 100 * row["sgc"]]

@@ -122,7 +122,7 @@ name, tasks = next((n, g) for n, g in groups.items() if g[0].family.kind == "que
 try:
     if sys.argv[2] == "wrong function":
         family = dataclasses.replace(tasks[0].family, function=tasks[0].family.function.replace("return ", "return 7 or "))
-        check_scenario([dataclasses.replace(tasks[0], family=family)], wrong_reference(short_questions(groups), family.name))
+        check_scenario([dataclasses.replace(tasks[0], family=family)], wrong_reference(short_questions(groups), tasks[0]))
     elif sys.argv[2] == "other's reference passes":
         check_scenario(tasks[:1], tasks[0].reference)
     elif sys.argv[2] == "no-op":

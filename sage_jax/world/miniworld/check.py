@@ -21,21 +21,32 @@ class CheckError(DataRootError):
     """A task of the mini world that does not hold what it promises; names the task, the check and the requirement."""
 
 
-def short_questions(groups: dict[str, list[TaskPlan]]) -> list[Reference]:
-    """The references of the scenarios' first tasks that answer questions, those with the fewest API calls first.
+def short_questions(groups: dict[str, list[TaskPlan]]) -> list[TaskPlan]:
+    """The scenarios' first tasks that are questions, those whose reference makes the fewest API calls first.
 
-    Every task's check runs one that belongs to another family. Questions change nothing, so the world stays usable.
+    Every task's check runs the reference of one that belongs to another family. Questions change nothing, so the world
+    stays usable.
     """
-    questions = [g[0].reference for g in groups.values() if g[0].family.kind == "question"]
-    return sorted(questions, key=lambda r: (r.inline.count("apis."), "for " in r.inline.rpartition("token = ")[2], r.task_id))
+    questions = [g[0] for g in groups.values() if g[0].family.kind == "question"]
+
+    def cost(task: TaskPlan):
+        code = task.reference.inline
+        return code.count("apis."), "for " in code.rpartition("token = ")[2], task.task_id
+
+    return sorted(questions, key=cost)
 
 
-def wrong_reference(questions: Sequence[Reference], family: str) -> Reference:
-    """The first of them that is not of `family`. Raises CheckError if there is none."""
-    for reference in questions:
-        if reference.family != family:
-            return reference
-    raise CheckError(f"family {family}: no scenario asks a question of another family")
+def wrong_reference(questions: Sequence[TaskPlan], task: TaskPlan) -> Reference:
+    """The first of them of another family; one that answers with a word where `task` wants a number and the other way
+    round, if there is one: two counts can be equal by chance.
+
+    Raises CheckError if all are of the task's family.
+    """
+    others = [q for q in questions if q.family != task.family]
+    if not others:
+        raise CheckError(f"family {task.family.name}: no scenario asks a question of another family")
+    unlike = (q for q in others if isinstance(q.draw.answer, str) != isinstance(task.draw.answer, str))
+    return next(unlike, others[0]).reference
 
 
 def check_scenario(tasks: Sequence[TaskPlan], wrong: Reference) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from sage_jax.world.miniworld import check, content, database, tasks
 from sage_jax.world.miniworld.generate import make_plan
-from sage_jax.world.miniworld.references import Reference
 
 
 @functools.lru_cache(maxsize=1)
@@ -33,7 +32,7 @@ def _scenarios(seed: int, people: int, scenarios: int) -> dict[str, list[tasks.T
 
 
 @functools.lru_cache(maxsize=1)
-def _questions(seed: int, people: int, scenarios: int) -> list[Reference]:
+def _questions(seed: int, people: int, scenarios: int) -> list[tasks.TaskPlan]:
     return check.short_questions(_scenarios(seed, people, scenarios))
 
 
@@ -52,7 +51,7 @@ def _scenario(root: Path, job: dict) -> None:
     if job["check"]:
         group = groups[job["scenario"]]
         questions = _questions(job["seed"], job["people"], job["scenarios"])
-        check.check_scenario(group, check.wrong_reference(questions, group[0].family.name))
+        check.check_scenario(group, check.wrong_reference(questions, group[0]))
 
 
 def main() -> None:

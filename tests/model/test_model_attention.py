@@ -9,7 +9,7 @@ from sage_jax.model import attention
 
 
 def batched(q, k, v, mask):
-    batch, length, heads, size = q.shape
+    batch, length, _, size = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, size)
     s = jnp.einsum("btkgh,bskh->bkgts", grouped, k) * size**-0.5
     p = attention._softmax(s, mask[:, None, None])

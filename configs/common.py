@@ -126,7 +126,9 @@ def base() -> ConfigDict:
 
     c.sft = ConfigDict()
     c.sft.start = "random"  # "random", "bundled", or a Hugging Face folder
+    c.sft.dataset = ""  # chat dataset (JSON lines) of sage_jax.sft; empty: dataset.jsonl in the workdir, as collect leaves it
     c.sft.renamed_copies = 8  # copies of each conversation with random names in place of its own; 0: train on it as it is
+    c.sft.short_steps = 0  # of the steps, the first ones, on short forms: instruction and call alone (see sft/short.py); 0: none
     c.sft.save_dtype = "bfloat16"
     c.sft.steps = 900
     c.sft.batch = 16  # conversations an update

@@ -1,7 +1,9 @@
-"""The recipe of the bundled policy: verified demonstrations of the train scenarios, then SFT from new weights.
+"""The recipe of the bundled policy: verified demonstrations of the train scenarios, then SFT from new weights in two stages.
 
 python -m sage_jax.collect --config=configs/sft_tiny.py --workdir=runs/sft_tiny
 python -m sage_jax.sft --config=configs/sft_tiny.py --workdir=runs/sft_tiny
+python -m sage_jax.sft --config=configs/sft_tiny.py:second --workdir=runs/sft_tiny_2 \
+    --config.sft.dataset=runs/sft_tiny/dataset.jsonl --config.sft.start=runs/sft_tiny/policy
 """
 
 from configs import common
@@ -16,12 +18,24 @@ def get_config(arg=None):
     c.collect.seeds = (1, 2, 3, 4)
     c.collect.passes = 1
     c.world.max_open = 12
-    return common.with_arg(c, arg, runlocal=runlocal)
+    c.sft.steps = 550
+    c.sft.short_steps = 250
+    c.sft.batch = 32
+    return common.with_arg(c, arg, second=second, runlocal=runlocal)
+
+
+def second(c):
+    """More updates on the same conversations, with other names."""
+    c.seed = 1
+    c.sft.short_steps = 0
+    c.sft.steps = 400
+    c.sft.lr = 2e-3
 
 
 def runlocal(c):
     c.world.scenarios = 12
     c.collect.seeds = (1,)
     c.collect.passes = 1
-    c.sft.steps = 5
-    c.sft.batch = 8
+    c.sft.steps = 6
+    c.sft.short_steps = 2
+    c.sft.batch = 4

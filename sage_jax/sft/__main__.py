@@ -1,5 +1,7 @@
 """Trains on a chat dataset: python -m sage_jax.sft --config=configs/sft_tiny.py --workdir=runs/sft (after sage_jax.collect)"""
 
+from pathlib import Path
+
 from sage_jax import entry
 
 
@@ -8,9 +10,11 @@ def main(config, workdir):
     from sage_jax.training.experiment import supervised
 
     entry.write_config(config, workdir)
-    dataset = workdir / "dataset.jsonl"
+    dataset = Path(config.sft.dataset).expanduser() if config.sft.dataset else workdir / "dataset.jsonl"
     if not dataset.exists():
-        raise ConfigError(f"{dataset} is missing: run `python -m sage_jax.collect` with the same --config and --workdir first")
+        raise ConfigError(
+            f"{dataset} is missing: run `python -m sage_jax.collect` with the same --config and --workdir first, or set sft.dataset"
+        )
     print(f"policy: {supervised(config, dataset, workdir)}")
 
 

@@ -17,6 +17,7 @@ from sage_jax.rl.accumulate import UpdateStep
 from sage_jax.rl.batch import Packed, RowShape, Sample, pack
 from sage_jax.sft.dataset import encode, held_out, read_dataset
 from sage_jax.sft.rename import renamed
+from sage_jax.sft.short import short_forms
 from sage_jax.sft.step import Evaluation, supervised_loss
 from sage_jax.training.checkpoints import Checkpoints
 from sage_jax.training.data import shuffled_batches
@@ -49,10 +50,12 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     shapes = [RowShape(c.rows, length) for length in c.row_tokens]
     longest = max(c.row_tokens)
     rng = np.random.default_rng(config.seed)
-    copies = [renamed(r, rng) for _ in range(c.renamed_copies) for r in train_records]
-    train, test = (encode(r, renderer, longest) for r in (copies or train_records, test_records))
-    if len(train.samples) < c.batch:
-        raise ConfigError(f"sft.batch={c.batch} is larger than the {len(train.samples)} usable conversations of {dataset}")
+    train_records = [renamed(r, rng) for _ in range(c.renamed_copies) for r in train_records] or train_records
+    train, test = (encode(r, renderer, longest) for r in (train_records, test_records))
+    short = encode(short_forms(train_records), renderer, longest).samples if c.short_steps else ()
+    for what, samples in (("conversations", train.samples), *([("short forms", short)] if c.short_steps else [])):
+        if len(samples) < c.batch:
+            raise ConfigError(f"sft.batch={c.batch} is larger than the {len(samples)} usable {what} of {dataset}")
 
     tx = make_optimizer(
         make_schedule(c.schedule, c.lr, c.warmup, c.steps), b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, clip_norm=c.clip_norm,
@@ -71,7 +74,11 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
                 advance(state.step)
             while state.step < c.steps:
                 step = state.step
-                packed = _batch(train.samples, next(iterator), shapes, c.normaliser)
+                if step < c.short_steps:
+                    places = np.random.default_rng((config.seed, step)).choice(len(short), c.batch, replace=False)
+                    packed = _batch(short, places, shapes, c.normaliser)
+                else:
+                    packed = _batch(train.samples, next(iterator), shapes, c.normaliser)
                 state, values = _step(update, state, packed)
                 values |= {"sft/skipped_conversations": train.skipped, "sft/cut_conversations": train.cut}
                 last = state.step == c.steps

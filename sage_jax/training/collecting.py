@@ -34,7 +34,8 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
         return path
     c = config.collect
     started = time.monotonic()
-    roots = [setup.data_root(config, seed=seed) for seed in c.seeds or (config.world.seed,)]
+    # A world that is only collected in needs no build-time checks: what does not pass its judge is not kept.
+    roots = [setup.data_root(config, seed=seed, check=seed == config.world.seed) for seed in c.seeds or (config.world.seed,)]
     episodes, drop = [], {}
     for number, root in enumerate(roots):
         print(f"collect: root {number + 1} of {len(roots)}, {root.path}")
@@ -81,6 +82,7 @@ def record(e: Episode, names: list[str], *, train_failed_turns: bool) -> dict:
     meta = {
         "task_id": e.task_id, "scenario_id": e.scenario_id, "rollout": e.rollout, "position": e.position,
         "mode": e.labels["mode"], "turns": len(e.turns), "difficulty": e.difficulty, "names": names,
+        "instruction": e.instruction,
     }
     return {"messages": messages, "meta": meta}
 

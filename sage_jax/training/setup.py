@@ -49,10 +49,10 @@ class Loaded:
     mesh: Mesh
 
 
-def data_root(config: ConfigDict, *, seed: int | None = None) -> DataRoot:
+def data_root(config: ConfigDict, *, seed: int | None = None, check: bool = True) -> DataRoot:
     """The mini world (built on first use; `seed` in place of the config's) or the official root."""
     w = config.world
-    return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed if seed is None else seed)
+    return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed if seed is None else seed, check=check)
 
 
 def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool:

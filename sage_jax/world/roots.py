@@ -152,13 +152,14 @@ def open_root(path: Path | str) -> DataRoot:
 
 
 def resolve_root(kind: str, path: str | Path | None = None, scenarios: int = DEFAULT_SCENARIOS, seed: int = 0,
-                 smoke: bool = False) -> DataRoot:
+                 check: bool = True) -> DataRoot:
     """The root that a config asks for.
 
     Args:
       kind: "miniworld" (built into the cache on first use) or "official".
       path: official: the folder that holds `data/` (default APPWORLD_ROOT). Mini world: a built root to be used as it is.
-      scenarios, seed, smoke: size and content of the mini world; smoke builds 12 scenarios.
+      scenarios, seed: size and content of the mini world.
+      check: run the mini world's build-time checks on every task.
 
     Raises:
       ConfigError: unknown kind.
@@ -174,7 +175,7 @@ def resolve_root(kind: str, path: str | Path | None = None, scenarios: int = DEF
             return root
         from sage_jax.world.miniworld.build import build
 
-        return open_root(build(SMOKE_SCENARIOS if smoke else scenarios, seed))
+        return open_root(build(scenarios, seed, check=check))
     path = path or os.environ.get("APPWORLD_ROOT")
     if not path:
         raise DataRootError(f"world.kind=official needs world.path or APPWORLD_ROOT. {_HOW}")

@@ -134,7 +134,7 @@ def test_presets():
     for name, cfg in PRESETS.items():
         assert ModelConfig.from_hf(cfg.to_hf(), dtype=cfg.dtype) == cfg, name
     tiny = preset("tiny", vocab_size=704)
-    assert (tiny.vocab_size, tiny.hidden_size, tiny.head_dim, tiny.embed_init_std) == (704, 128, 16, 0.1)
+    assert (tiny.vocab_size, tiny.hidden_size, tiny.head_dim, tiny.embed_init_std) == (704, 128, 32, 0.1)
     with pytest.raises(ConfigError, match=r"tiny.*qwen3_32b"):
         preset("small")
     with pytest.raises(ConfigError, match="hidden_size"):

@@ -20,6 +20,7 @@ from sage_jax.rl.accumulate import UpdateStep
 from sage_jax.rl.batch import RowShape, pack
 from sage_jax.sft.dataset import encode, write_dataset
 from sage_jax.sft.loop import run_sft
+from sage_jax.sft.short import short_forms
 from sage_jax.sft.step import Evaluation, supervised_loss
 from sage_jax.training.checkpoints import Checkpoints
 from sage_jax.training.metrics import is_time_metric, read_metrics
@@ -34,7 +35,7 @@ def records():
     for i in range(16):
         a, b = WORDS[i % 4], WORDS[i // 4]
         messages = [{"role": "user", "content": f"{a} {b}"}, {"role": "assistant", "content": f"{b} {a}" if i % 2 else b}]
-        result.append({"messages": messages, "meta": {"scenario_id": f"s{i % 8}"}})
+        result.append({"messages": messages, "meta": {"scenario_id": f"s{i % 8}", "mode": "call" if i < 12 else "inline", "instruction": f"{a} {b}"}})
     return result
 
 
@@ -53,7 +54,7 @@ def load(tokenizer):
 
 def config(**changes):
     c = ConfigDict({"seed": 0, "sft": dict(
-        steps=6, batch=4, held_out=0.2, renamed_copies=0, normaliser="sequence", row_tokens=(64,), rows=2, lr=3e-3, schedule="cosine", warmup=1, b1=0.9, b2=0.99,
+        steps=6, batch=4, held_out=0.2, renamed_copies=0, short_steps=0, normaliser="sequence", row_tokens=(64,), rows=2, lr=3e-3, schedule="cosine", warmup=1, b1=0.9, b2=0.99,
         eps=1e-8, weight_decay=0.0, clip_norm=1.0, eval_every=3, checkpoint_every=2, keep=2, max_bad_updates=3)})  # fmt: skip
     c.sft.update(changes)
     return c
@@ -103,8 +104,8 @@ def test_it_learns_and_writes_what_it_says(tokenizer, tmp_path):
 @pytest.mark.slow
 def test_resumed_run_equals_unbroken_run(tokenizer, tmp_path):
     write_dataset(tmp_path / "d.jsonl", records())
-    whole = run_sft(config(), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "a")
-    broken = config(checkpoint_every=2, max_bad_updates=3)
+    whole = run_sft(config(short_steps=5), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "a")
+    broken = config(short_steps=5, checkpoint_every=2, max_bad_updates=3)
     # The run dies after its 4th step's checkpoint: what later steps left is removed, as if they had not happened.
     run_sft(broken, load(tokenizer), tmp_path / "d.jsonl", tmp_path / "b")
     with Checkpoints(tmp_path / "b/checkpoints", keep=2) as c:
@@ -139,3 +140,17 @@ def test_refusals(tokenizer, tmp_path):
         run_sft(config(batch=99), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
     with pytest.raises(ConfigError, match="sequence, token"):
         run_sft(config(normaliser="constant"), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
+    for changes, message in ({"mode": "inline"}, "there is none"), ({"instruction": None}, "collect again"):
+        records_ = [{**r, "meta": {k: v for k, v in (r["meta"] | changes).items() if v is not None}} for r in records()]
+        write_dataset(tmp_path / "e.jsonl", records_)
+        with pytest.raises(ConfigError, match=message):
+            run_sft(config(short_steps=2), load(tokenizer), tmp_path / "e.jsonl", tmp_path / "run")
+
+
+def test_the_first_steps_see_the_short_forms_only(tokenizer, tmp_path):
+    long = [{**r, "messages": [{"role": "system", "content": "alpha beta " * 8}, *r["messages"]]} for r in records()]
+    assert [[m["content"] for m in r["messages"]] for r in short_forms(long)] == [[m["content"] for m in r["messages"]] for r in records()[:12]]
+    write_dataset(tmp_path / "d.jsonl", long)
+    run_sft(config(short_steps=3, row_tokens=(64,)), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
+    padding = [r["sft/padding_share"] for r in read_metrics(tmp_path / "run")]
+    assert min(padding[:3]) > max(padding[3:])

@@ -11,7 +11,7 @@ RECORD = {
         {"role": "user", "content": "ida.lee@mail.com 555\nTask: Send 'see you at noon' to 'Ida Lee', my 'friend'."},
         {"role": "assistant", "content": "```python\ntext_to('Ida Lee', 'see you at noon', 'friend')\n```", "train": True},
     ],
-    "meta": {"names": ["ida.lee@mail.com", "see you at noon", "Ida Lee", "friend", "555", "Lee"]},
+    "meta": {"names": ["ida.lee@mail.com", "see you at noon", "Ida Lee", "friend", "555", "Lee"], "instruction": "Write to 'Ida Lee'"},
 }
 
 
@@ -26,6 +26,7 @@ def test_names_are_replaced_the_same_way_everywhere():
     assert name.istitle() and len(name.split()) == 2 and len(message.split()) == 4 and message.islower()
     assert "@mail.com 555" in user and "'friend'" in assistant and "text_to(" in assistant
     assert copy["messages"][1]["train"] is True
+    assert copy["meta"]["instruction"] == f"Write to '{name}'"
 
 
 def test_copies_differ_repeat_and_leave_the_record_alone():

@@ -31,7 +31,7 @@ class Summary:
     """Metrics of one arm on one group of tasks, averaged over its runs; NaN where nothing could be measured.
 
     tgc: tasks completed with every test passed. sgc: scenarios all of whose tasks are. turns, tokens: means a task (tokens that the policy generated).
-    skill_use: tasks at position 2 and later that used a skill of an earlier task; solved_with_skill: those solved too.
+    skill_use: tasks at position 2 and later that used a skill of an earlier task, or a given one; solved_with_skill: those solved too.
     """
 
     arm: str
@@ -288,7 +288,7 @@ def _values(episodes: Sequence[Episode], difficulty: int | None, per_scenario: i
 
 
 def _users(episodes: Sequence[Episode], use: str) -> set[str]:
-    """Task ids of episodes that used a skill of an earlier episode of their rollout."""
+    """Task ids of episodes that used a skill of an earlier episode of their rollout, or called one that was given from outside."""
     detect: Callable = detector(use)
     rollouts: dict[str, list[Episode]] = {}
     for e in episodes:
@@ -298,6 +298,8 @@ def _users(episodes: Sequence[Episode], use: str) -> set[str]:
     for group in rollouts.values():
         by_position = {e.position: e.task_id for e in group}
         found |= {by_position[u.user] for u in detect(group)}
+        own = {s.id for e in group for s in e.defined}
+        found |= {e.task_id for e in group if ({s.id for s in e.offered} - own) & set(e.called)}
     return found
 
 

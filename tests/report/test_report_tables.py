@@ -52,6 +52,17 @@ def test_a_call_of_a_skill_from_elsewhere_is_no_use():
     assert tables.score([episodes]).skill_use == 0
 
 
+def test_a_given_skill_that_is_called_is_used():
+    episodes = run("SUS")
+    episodes[0].defined = ()
+    for e in episodes:
+        e.offered = (SKILL,)
+    assert tables.score([episodes]).skill_use == 0.5
+    episodes = run("SUS")
+    episodes[0].offered = (SKILL,)  # a first task is not counted
+    assert tables.score([episodes]).skill_use == 0.5
+
+
 def test_infrastructure_errors_are_left_out_counted_and_said_first():
     row = tables.score([run("SSS", "SE")], "base", asked=6)
     assert (row.scored, row.errors, row.asked) == (4, 1, 6)

@@ -45,7 +45,7 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
             return
         workdir = Path(WORKDIR.value).expanduser().absolute()
         start(workdir)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raising SIGINT would do nothing in a shell's background job
         try:
             main(config, workdir)
         except KeyboardInterrupt:

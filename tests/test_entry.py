@@ -1,0 +1,29 @@
+"""The entry of every command: how it stops and what it says."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WAITS = "import time\nfrom sage_jax import entry\ndef main(config, workdir):\n    print('ready', flush=True)\n    time.sleep(60)\nentry.run(main, 'sage_jax.train')\n"
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "a shell's background job"])
+def test_sigterm_stops_and_says_how_to_go_on(tmp_path, ignored):
+    """A shell starts background jobs with SIGINT ignored; they stop on SIGTERM all the same."""
+    command = [sys.executable, "-c", WAITS, f"--config={ROOT}/configs/sft_tiny.py", f"--workdir={tmp_path}"]
+    before = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "SAGE_CACHE": str(tmp_path)}, preexec_fn=before, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "go on with:" in errors and f"--workdir={tmp_path}" in errors

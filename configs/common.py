@@ -87,7 +87,7 @@ def base() -> ConfigDict:
     c.rl.max_bad_updates = 3  # skipped (non-finite) updates in a row before the run stops
 
     c.optim = ConfigDict()
-    c.optim.lr = 3e-4
+    c.optim.lr = 1e-4  # 3e-4 takes the tiny policy apart within 10 steps (docs/log.md)
     c.optim.schedule = "constant"  # "constant" or "cosine"
     c.optim.warmup = 3  # updates
     c.optim.b1 = 0.9

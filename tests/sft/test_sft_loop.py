@@ -148,9 +148,9 @@ def test_refusals(tokenizer, tmp_path):
 
 
 def test_the_first_steps_see_the_short_forms_only(tokenizer, tmp_path):
-    long = [{**r, "messages": [{"role": "system", "content": "alpha beta " * 8}, *r["messages"]]} for r in records()]
+    long = [{**r, "messages": [{"role": "system", "content": "alpha beta " * 3}, *r["messages"]]} for r in records()]
     assert [[m["content"] for m in r["messages"]] for r in short_forms(long)] == [[m["content"] for m in r["messages"]] for r in records()[:12]]
     write_dataset(tmp_path / "d.jsonl", long)
-    run_sft(config(short_steps=3, row_tokens=(64,)), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
+    run_sft(config(short_steps=3, row_tokens=(128,)), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
     padding = [r["sft/padding_share"] for r in read_metrics(tmp_path / "run")]
     assert min(padding[:3]) > max(padding[3:])

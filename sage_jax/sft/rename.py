@@ -18,8 +18,9 @@ _SHARES /= _SHARES.sum()
 
 
 def renamed(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """A copy of a chat record in which the strings of `meta["names"]` are replaced (in the messages and `meta["instruction"]`); without any, an equal copy.
+    """A copy of a chat record in which the strings of `meta["names"]` are replaced; without any, an equal copy.
 
+    They are replaced in the messages and in `meta["instruction"]`.
     Each word keeps its length to within two letters and its capital; what is no letter stays, as does what follows the @ of an
     address. A single word in small letters stays as it is: it is one of a few (a priority, a relationship, a kind of file).
     """
@@ -29,8 +30,10 @@ def renamed(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return record
     # Longest first, all at once: what was put in is never replaced again.
     pattern = re.compile("|".join(re.escape(n) for n in sorted(table, key=len, reverse=True)))
-    for place, key in [*((m, "content") for m in record["messages"]), *([(record["meta"], "instruction")] if "instruction" in record["meta"] else [])]:
-        place[key] = pattern.sub(lambda m: table[m.group()], place[key])
+    for message in record["messages"]:
+        message["content"] = pattern.sub(lambda m: table[m.group()], message["content"])
+    if "instruction" in record["meta"]:
+        record["meta"]["instruction"] = pattern.sub(lambda m: table[m.group()], record["meta"]["instruction"])
     return record
 
 

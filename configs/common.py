@@ -39,7 +39,7 @@ def base() -> ConfigDict:
 
     c.sampler = ConfigDict()
     c.sampler.slots = 32
-    c.sampler.context = 640
+    c.sampler.context = 768
     c.sampler.extend_buckets = (32, 64, 128, 256, 512)
     c.sampler.decode_chunk = 16
     c.sampler.temperature = 1.0
@@ -82,7 +82,7 @@ def base() -> ConfigDict:
     c.rl.old_logprobs = "recomputed"  # with the weights that sampled, or "sampler"
     c.rl.epochs = 1
     c.rl.mini_batches = 1
-    c.rl.row_tokens = (640,)  # lengths of packed rows; the longest holds a whole episode
+    c.rl.row_tokens = (768,)  # lengths of packed rows; the longest holds a whole episode
     c.rl.rows = 2  # rows of a micro-batch; few, so that on a CPU they stay in its cache
     c.rl.max_bad_updates = 3  # skipped (non-finite) updates in a row before the run stops
 
@@ -129,11 +129,13 @@ def base() -> ConfigDict:
     c.sft.dataset = ""  # chat dataset (JSON lines) of sage_jax.sft; empty: dataset.jsonl in the workdir, as collect leaves it
     c.sft.renamed_copies = 8  # copies of each conversation with random names in place of its own; 0: train on it as it is
     c.sft.short_steps = 0  # of the steps, the first ones, on short forms: instruction and call alone (see sft/short.py); 0: none
+    c.sft.second_steps = 0  # updates of a second stage: the same conversations with other names, from the first stage's policy
+    c.sft.second_lr = 2e-3
     c.sft.save_dtype = "bfloat16"
     c.sft.steps = 900
     c.sft.batch = 16  # conversations an update
     c.sft.rows = 2  # rows of a micro-batch
-    c.sft.row_tokens = (640,)
+    c.sft.row_tokens = (768,)
     c.sft.normaliser = "sequence"  # "sequence" or "token"
     c.sft.lr = 3e-3
     c.sft.schedule = "cosine"

@@ -2,8 +2,7 @@
 
 python -m sage_jax.collect --config=configs/sft_tiny.py --workdir=runs/sft_tiny
 python -m sage_jax.sft --config=configs/sft_tiny.py --workdir=runs/sft_tiny
-python -m sage_jax.sft --config=configs/sft_tiny.py:second --workdir=runs/sft_tiny_2 \
-    --config.sft.dataset=runs/sft_tiny/dataset.jsonl --config.sft.start=runs/sft_tiny/policy
+rm -r sage_jax/model/bundled && cp -r runs/sft_tiny/policy sage_jax/model/bundled      (to make it the bundled one)
 """
 
 from configs import common
@@ -18,18 +17,20 @@ def get_config(arg=None):
     c.collect.seeds = (1, 2, 3, 4)
     c.collect.passes = 1
     c.world.max_open = 12
+    # Half of the demonstrations do not use what is in the library, and as many write plain statements as a function: what is
+    # better for the later tasks is left to RL. A failed first try is shown but not trained; what follows it is.
+    c.collect.reuse = 0.5
+    c.collect.modes.inline = 0.30
+    c.collect.modes.function = 0.32
+    c.collect.modes.lookup_function = 0.04
+    c.collect.modes.lookup_inline = 0.04
+    c.collect.modes.repair_function = 0.16
+    c.collect.modes.repair_inline = 0.14
     c.sft.steps = 550
     c.sft.short_steps = 250
     c.sft.batch = 32
-    return common.with_arg(c, arg, second=second, runlocal=runlocal)
-
-
-def second(c):
-    """More updates on the same conversations, with other names."""
-    c.seed = 1
-    c.sft.short_steps = 0
-    c.sft.steps = 400
-    c.sft.lr = 2e-3
+    c.sft.second_steps = 400
+    return common.with_arg(c, arg, runlocal=runlocal)
 
 
 def runlocal(c):
@@ -38,4 +39,6 @@ def runlocal(c):
     c.collect.passes = 1
     c.sft.steps = 6
     c.sft.short_steps = 2
+    c.sft.second_steps = 3
+    c.sft.warmup = 1
     c.sft.batch = 4

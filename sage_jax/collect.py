@@ -4,8 +4,10 @@ from sage_jax import entry
 
 
 def main(config, workdir):
+    from sage_jax.training.checks import check_collect
     from sage_jax.training.collecting import collect
 
+    check_collect(config)
     entry.write_config(config, workdir)
     collect(config, workdir)
 

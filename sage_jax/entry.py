@@ -1,6 +1,6 @@
 """What all entry points share: flags, the start of a process, a clean stop. No logic of the method.
 
-Flags: --config (a file of configs/, locked: unknown keys raise), --workdir, --print_config, --profile_steps.
+Flags: --config (a file of configs/, locked: unknown keys raise), --workdir, --print_config.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import glob
 import json
 import logging as stdlib_logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from sage_jax.errors import SageError
 CONFIG = config_flags.DEFINE_config_file("config", None, "Recipe: a file of configs/, e.g. configs/quickstart.py.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder for everything that the run writes. The same folder resumes the run.")
 PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved config and stop.")
-PROFILE_STEPS = flags.DEFINE_string("profile_steps", "", "first:last, steps of which a JAX profile goes to workdir/profile.")
 
 INTERRUPTED = 130
 
@@ -34,7 +34,7 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
     resumes.
     """
     # Model-written code and JAX both write to standard error; the config's own errors must stay readable.
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
 
     def wrapped(argv: list[str]) -> None:
         if len(argv) > 1:
@@ -43,14 +43,15 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
         if PRINT_CONFIG.value:
             print(config)
             return
+        if not WORKDIR.value:
+            raise app.UsageError("--workdir is missing: the folder for everything that the run writes, e.g. --workdir=runs/mine")
         workdir = Path(WORKDIR.value).expanduser().absolute()
         start(workdir)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raising SIGINT would do nothing in a shell's background job
         try:
             main(config, workdir)
         except KeyboardInterrupt:
-            arguments = " ".join(sys.argv[1:])
-            print(f"\nStopped. What is done is kept; go on with:\n  python -m {command} {arguments}", file=sys.stderr)
+            print(f"\nStopped. What is finished is kept; go on with:\n  {python()} -m {command} {shlex.join(sys.argv[1:])}", file=sys.stderr)
             sys.exit(INTERRUPTED)
         except SageError as error:
             logging.debug("details", exc_info=True)
@@ -58,6 +59,13 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
             sys.exit(1)
 
     app.run(wrapped)
+
+
+def python() -> str:
+    """This interpreter as one would type it here: `.venv/bin/python` rather than a whole path."""
+    path = sys.executable or "python"
+    short = os.path.relpath(path)
+    return shlex.quote(path if short.startswith("..") else short)
 
 
 def start(workdir: Path) -> None:
@@ -88,9 +96,9 @@ def unused_accelerator(backend: str, devices: Callable[[str], list[str]] = glob.
     if backend != "cpu" or os.environ.get("JAX_PLATFORMS", "") == "cpu":
         return ""
     if devices("/dev/nvidia[0-9]*"):
-        return 'An NVIDIA GPU is present, but this JAX runs on the CPU only. To use it: pip install -e ".[cuda]"'
+        return f'An NVIDIA GPU is present, but this JAX runs on the CPU only. To use it: {python()} -m pip install -e ".[cuda]"'
     if devices("/dev/accel[0-9]*") or (devices("/dev/vfio/[0-9]*") and "TPU_NAME" in os.environ):
-        return 'A TPU is present, but this JAX runs on the CPU only. To use it: pip install -e ".[tpu]"'
+        return f'A TPU is present, but this JAX runs on the CPU only. To use it: {python()} -m pip install -e ".[tpu]"'
     return ""
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any
 
 from sage_jax.agent.early_stop import EarlyStop
 from sage_jax.agent.episode import EpisodeSpec, Worlds, run_episode
@@ -97,7 +98,7 @@ async def run_rollout(
         for skill_id in episode.called:
             library.record_use(skill_id, bool(episode.s))
         if uses_library and keep:
-            library.add(episode.defined)
+            library.add(s for s in episode.defined if s.verified is not False)  # a refused revision must not hide what it revises
     return Rollout(chain=chain, index=index, tasks=tuple(t.task_id for t in tasks), episodes=episodes, library=library)
 
 
@@ -117,7 +118,9 @@ async def run_chains(
     count: Callable[[str], int] = rough_tokens,
     early_stop: tuple[int, float] | None = None,
     experiment: str | None = None,
+    skip: Collection[int] = (),
     on_progress: Callable[[Progress], None] | None = None,
+    on_rollout: Callable[[Rollout], None] | None = None,
 ) -> list[Rollout]:
     """`group` rollouts of every chain, all at once. Returns them ordered by (chain, rollout).
 
@@ -127,6 +130,8 @@ async def run_chains(
       keep: False: libraries do not grow.
       early_stop: (turn, share) or None.
       experiment: engine output folder of all rollouts, for runs in which no task occurs twice; None gives each its own.
+      skip: indices of chains that are not run; the others keep their noise.
+      on_progress, on_rollout: called with every finished episode, and with every finished rollout.
 
     Raises:
       ValueError: one output folder for a task that occurs twice.
@@ -134,7 +139,7 @@ async def run_chains(
     ids = [t.task_id for tasks in chains for t in tasks] * group
     if experiment is not None and len(set(ids)) != len(ids):
         raise ValueError(f"experiment {experiment!r}: a task occurs twice, so its outputs would overwrite each other")
-    total = sum(len(c) for c in chains) * group
+    total = sum(len(c) for i, c in enumerate(chains) if i not in skip) * group
     done = 0
 
     def finished(episode: Episode) -> None:
@@ -147,6 +152,12 @@ async def run_chains(
     early = []
     if early_stop is not None:
         early = [EarlyStop(group * sum(len(c) > k for c in chains), *early_stop) for k in range(longest)]
+    async def one(job: Coroutine[Any, Any, Rollout]) -> Rollout:
+        rollout = await job
+        if on_rollout is not None:
+            on_rollout(rollout)
+        return rollout
+
     jobs = [
         run_rollout(
             tasks, policy, worlds, spec, key=Key(seed, (*path, c, g)), chain=c, index=g, name=f"{name}/chain{c}/rollout{g}",
@@ -154,12 +165,22 @@ async def run_chains(
             early=early, on_episode=finished,
         )
         for c, tasks in enumerate(chains)
+        if c not in skip
         for g in range(group)
     ]
     # One failure must not leave its siblings running behind the caller's back.
-    async with asyncio.TaskGroup() as group_of_tasks:
-        running = [group_of_tasks.create_task(job) for job in jobs]
+    try:
+        async with asyncio.TaskGroup() as group_of_tasks:
+            running = [group_of_tasks.create_task(one(job)) for job in jobs]
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from failures
     return [task.result() for task in running]
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    """The first single exception of a group: what stopped the others."""
+    error = failures.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def experiment_name(rollout: str) -> str:

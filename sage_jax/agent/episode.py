@@ -22,6 +22,7 @@ from sage_jax.agent.trajectory import End, Episode, Turn
 from sage_jax.errors import ConfigError, InfrastructureError
 from sage_jax.skills.extract import extract
 from sage_jax.skills.record import Origin, Skill
+from sage_jax.skills.verify import defines
 from sage_jax.world.types import InstallVerdict, Judgement, Task, World
 
 
@@ -30,7 +31,8 @@ class EpisodeSpec:
     """The rules of an episode.
 
     max_turns: responses at most; the last one is executed too. max_no_code_turns: the n-th response without code ends
-    the episode. episode_tokens: sampled tokens at most over all turns, 0 for no limit (end reason `budget`).
+    the episode. episode_tokens: the turn in which the sampled tokens of all turns reach this number is the last, 0 for no limit (end
+    reason `budget`).
     episode_retries: further tries after an infrastructure error. keep_outputs: leave the engine's output folder.
     """
 
@@ -113,6 +115,11 @@ async def _attempt(task, policy, worlds, spec, conversation, key, rollout, posit
         conversation.messages.extend(messages)
         turns, end = await _turns(world, policy, spec, conversation, key, rollout, early)
         judgement: Judgement | None = await world.evaluate()
+        origin = Origin(task_id=task.task_id, turn=0, rollout=rollout, position=position)
+        written = _written(turns, origin)
+        # After a loss they stay unchecked until the next world installs them; a plain agent keeps none.
+        if end is not End.WORLD_LOST and spec.prompt.agent == "skill":
+            written = (await defines(written, world)).skills
     finally:
         await world.close()
     policy.release(conversation)  # a waiting episode must hold neither a slot nor a world
@@ -121,10 +128,14 @@ async def _attempt(task, policy, worlds, spec, conversation, key, rollout, posit
         if last is not None and len(turns) > last:
             turns, end, judgement = turns[:last], End.EARLY_STOPPED, None
             _cut(conversation, len(messages), last)
-    origin = Origin(task_id=task.task_id, turn=0, rollout=rollout, position=position)
-    blocks = [(i, t.code) for i, t in enumerate(turns) if t.code is not None and not t.failed]
-    extraction = extract(blocks, origin)
-    return _record(task, rollout, position, conversation, turns, end, judgement, offered, tuple(verdicts), extraction.skills)
+            checked = {s.id: s.verified for s in written}
+            written = tuple(dataclasses.replace(s, verified=checked.get(s.id)) for s in _written(turns, origin))
+    return _record(task, rollout, position, conversation, turns, end, judgement, offered, tuple(verdicts), written)
+
+
+def _written(turns: Sequence[Turn], origin: Origin) -> tuple[Skill, ...]:
+    """Functions defined in the steps that did not fail."""
+    return extract([(i, t.code) for i, t in enumerate(turns) if t.code is not None and not t.failed], origin).skills
 
 
 async def _turns(world, policy, spec, conversation, key, rollout, early) -> tuple[list[Turn], End]:

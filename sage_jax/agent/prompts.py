@@ -18,6 +18,7 @@ import jinja2
 
 from sage_jax.errors import ConfigError
 from sage_jax.skills.record import Skill
+from sage_jax.skills.render import STYLES as SKILL_STYLES
 from sage_jax.skills.render import render
 from sage_jax.world.types import Task
 
@@ -49,6 +50,10 @@ class PromptSpec:
             raise ConfigError(f"agent {self.agent!r} is unknown; valid: {', '.join(AGENTS)}")
         if self.style not in STYLES:
             raise ConfigError(f"prompt style {self.style!r} is unknown; valid: {', '.join(STYLES)}")
+        if self.skill_style not in SKILL_STYLES:
+            raise ConfigError(f"skill_style {self.skill_style!r} is unknown; valid: {', '.join(SKILL_STYLES)}")
+        if self.skill_tokens < 0:
+            raise ConfigError(f"skill_tokens={self.skill_tokens} must not be negative")
         available = len(_demonstrations(self.agent))
         if not 0 <= self.demonstrations <= available:
             raise ConfigError(f"demonstrations={self.demonstrations}: the {self.agent} agent has 0 to {available}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -32,6 +33,7 @@ class Script:
     inline: str
     lookup: str | None
     kind: str
+    other: str = ""  # the function of a task of another scenario, to be mistaken for this one's
 
 
 class ScriptedPolicy:
@@ -88,7 +90,7 @@ class ScriptedPolicy:
         if start == "lookup" and script.lookup:
             plan.insert(0, _block(script.lookup))
         elif start == "repair":
-            plan.insert(0, _block(_break(code, rng)))
+            plan.insert(0, f"```python\n{_break(script, style, rng)}\n```")
         return plan
 
 
@@ -103,22 +105,61 @@ def _inline(script: Script) -> str:
     return f"{script.inline}\n{end}"
 
 
-# Slips that raise before anything is changed in an app: a wrong key, a forgotten argument.
+# Wrong keys and forgotten arguments.
 _SLIPS = (
     ('["email"]', '["mail"]'),
     ('["access_token"]', '["token"]'),
     ('["phone_number"]', '["phone"]'),
     ('p["password"]', 'p["secret"]'),
+    ("access_token=token, ", ""),
 )
 
 
-def _break(code: str, rng: np.random.Generator) -> str:
-    """The same code with one slip that makes it fail; code that no slip fits gets an unknown name in front."""
+def _break(script: Script, style: str, rng: np.random.Generator) -> str:
+    """A first try that fails as those of a weak policy do: a wrong key, a forgotten line, a bracket too few, a call of a name
+    that is not defined, or another task's function. What is meant to raise before anything is changed in an app, and
+    what the judge refuses all the same is not kept."""
+    code = (script.function + "\n\n\n" + _finish(script, script.call)) if style == "function" else _inline(script)
+    kinds = [_slip, _slip, _forget_line, _drop_bracket]
+    if style == "function":
+        kinds += [_misname, _misname, _other_function, _other_function]
+    broken = kinds[int(rng.integers(len(kinds)))](script, code, rng)
+    return broken if broken != code else f"profile\n{code}"
+
+
+def _slip(script: Script, code: str, rng: np.random.Generator) -> str:
     fitting = [s for s in _SLIPS if s[0] in code]
     if not fitting:
-        return f"profile\n{code}"
+        return code
     old, new = fitting[int(rng.integers(len(fitting)))]
     return code.replace(old, new, 1)
+
+
+def _forget_line(script: Script, code: str, rng: np.random.Generator) -> str:
+    lines = code.split("\n")
+    places = [i for i, line in enumerate(lines) if re.match(r"\s*(\w+) = ", line) and line.count("(") == line.count(")")]
+    if not places:
+        return code
+    del lines[places[int(rng.integers(len(places)))]]
+    return "\n".join(lines)
+
+
+def _drop_bracket(script: Script, code: str, rng: np.random.Generator) -> str:
+    places = [m.start() for m in re.finditer(r"[)\]}]", code)]
+    at = places[int(rng.integers(len(places)))]
+    return code[:at] + code[at + 1 :]
+
+
+def _misname(script: Script, code: str, rng: np.random.Generator) -> str:
+    words = script.function_name.split("_")
+    words.pop(int(rng.integers(len(words))))
+    wrong = "_".join(words) or "solve"
+    at = code.rindex(f"{script.function_name}(")  # the call, not the definition
+    return code[:at] + wrong + code[at + len(script.function_name) :]
+
+
+def _other_function(script: Script, code: str, rng: np.random.Generator) -> str:
+    return script.other + "\n\n\n" + _finish(script, script.call) if script.other else code
 
 
 def _block(code: str) -> str:

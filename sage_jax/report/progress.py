@@ -25,9 +25,17 @@ def terminal() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=140)
 
 
+def step_bar(name: str, total: int) -> contextlib.AbstractContextManager[Callable[..., None]]:
+    """A bar that leaves no line behind, for what is done again and again; the step's own line says how it went."""
+    return bar(name, total, transient=True)
+
+
 @contextlib.contextmanager
-def bar(name: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields `advance(n=1, **facts)`: facts that are bool are shown as shares, others as their last value."""
+def bar(name: str, total: int, before: int = 0, transient: bool = False) -> Iterator[Callable[..., None]]:
+    """Yields `advance(n=1, **facts)`: facts that are bool are shown as shares, others as their last value.
+
+    `before` of the total were done by an earlier run: they count as done, and not for the rate.
+    """
     state: dict[str, list[float]] = {}
     started = time.monotonic()
     done = 0
@@ -44,8 +52,8 @@ def bar(name: str, total: int) -> Iterator[Callable[..., None]]:
 
     if sys.stderr.isatty():
         columns = (TextColumn(f"{name:<18}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}/s"), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"))
-        with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-            task = progress.add_task(name, total=total, facts="", rate="-")
+        with Progress(*columns, console=Console(stderr=True), refresh_per_second=4, transient=transient) as progress:
+            task = progress.add_task(name, total=total, completed=before, facts="", rate="-")
 
             def advance(n: int = 1, **facts) -> None:
                 nonlocal done
@@ -64,10 +72,11 @@ def bar(name: str, total: int) -> Iterator[Callable[..., None]]:
         done += n
         note(facts)
         now = time.monotonic()
-        if now - last >= EVERY_S or done >= total:
+        left = total - before - done
+        if now - last >= EVERY_S or (left <= 0 and not transient):
             last = now
             rate = done / max(now - started, 1e-6)
-            left = (total - done) / rate if rate > 0 else float("nan")
-            print(f"{name}: {done}/{total}  {rate:.1f}/s  {left:.0f} s left  {facts_text()}", file=sys.stderr, flush=True)
+            left = left / rate if rate > 0 else float("nan")
+            print(f"{name}: {before + done}/{total}  {rate:.1f}/s  {left:.0f} s left  {facts_text()}", file=sys.stderr, flush=True)
 
     yield advance_plain

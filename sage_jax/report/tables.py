@@ -128,15 +128,13 @@ def score(
     )
 
 
-def breakdown(runs: Sequence[Sequence[Episode]], arm: str = "", **options) -> list[Summary]:
-    """Rows of one arm by split and, within each split, by difficulty. Options as in `score`, without `asked`."""
-    rows = []
-    for split in sorted({e.split for run in runs for e in run}):
-        rows.append(score(runs, arm, split=split, **options))
-        levels = sorted({e.difficulty for run in runs for e in run if e.split == split})
-        if len(levels) > 1:
-            rows += [score(runs, arm, split=split, difficulty=d, **options) for d in levels]
-    return rows
+def breakdown(runs: Sequence[Sequence[Episode]], arm: str, split: str, *, asked: int, **options) -> list[Summary]:
+    """A row over all episodes and, where they differ in difficulty, one row a level. `split` names what was measured: a split
+    or a file of scenarios. Options as in `score`."""
+    levels = sorted({e.difficulty for run in runs for e in run})
+    rows = [score(runs, arm, asked=asked, **options)]
+    rows += [score(runs, arm, difficulty=d, **options) for d in levels if len(levels) > 1]
+    return [dataclasses.replace(row, split=split) for row in rows]
 
 
 def by_scenario(

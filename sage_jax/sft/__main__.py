@@ -7,8 +7,10 @@ from sage_jax import entry
 
 def main(config, workdir):
     from sage_jax.errors import ConfigError
+    from sage_jax.training.checks import check_sft
     from sage_jax.training.experiment import supervised
 
+    check_sft(config)
     entry.write_config(config, workdir)
     dataset = Path(config.sft.dataset).expanduser() if config.sft.dataset else workdir / "dataset.jsonl"
     if not dataset.exists():

@@ -43,8 +43,6 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
       SageError: `config.sft.max_bad_updates` updates in a row were not finite.
     """
     c = config.sft
-    if c.normaliser not in ("sequence", "token"):
-        raise ConfigError(f"unknown sft.normaliser {c.normaliser!r}; choices: sequence, token")
     train_records, test_records = held_out(read_dataset(dataset), c.held_out)
     renderer = ChatRenderer(loaded.tokenizer)
     shapes = [RowShape(c.rows, length) for length in c.row_tokens]
@@ -69,9 +67,7 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     with Checkpoints(workdir / "checkpoints", keep=c.keep, best_metric="") as checkpoints:
         if checkpoints.latest_step() is not None:
             state, _ = checkpoints.restore_latest(state, iterator)
-        with MetricsWriter(workdir, resume_step=state.step) as metrics, bar("sft", c.steps) as advance:
-            if state.step:
-                advance(state.step)
+        with MetricsWriter(workdir, resume_step=state.step) as metrics, bar("sft", c.steps, state.step) as advance:
             while state.step < c.steps:
                 step = state.step
                 if step < c.short_steps:

@@ -22,6 +22,8 @@ from sage_jax.rl.batch import Packed, TrainBatch
 
 CHUNK = 128  # time steps whose logits exist at once
 
+NORMALISERS = ("sequence", "token")
+
 
 def supervised_loss(graphdef: Any, vocab_size_real: int) -> LossFn:
     """The loss function for `rl.accumulate.UpdateStep`."""

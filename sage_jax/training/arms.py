@@ -1,24 +1,27 @@
 """Arms of an experiment: one policy evaluated on one split, its episodes kept on disk, so that nothing is measured twice.
 
-Layout: workdir/eval/<arm>/<split>/run<i>.jsonl, and arm.json, which is written last and says that the arm is complete.
-With `keep_outputs` the engine's own files lie in workdir/experiments/outputs/<arm>-<split>-run<i>/tasks/ID.
+Layout: workdir/eval/<arm>/<split>/run<i>.jsonl, and arm.json, which is written last and says that the arm is complete
+and of what. Until then begun.json says of what, and part<i>.jsonl holds the scenarios that are finished: a killed
+evaluation goes on from there. With `keep_outputs` the engine's own files lie in
+workdir/experiments/outputs/<arm>-<split>-run<i>/tasks/ID.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import time
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from sage_jax.agent.chain import Progress
+from sage_jax.agent.chain import Progress, Rollout
 from sage_jax.agent.prompts import rough_tokens
 from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import ConfigError
-from sage_jax.report.episodes import read_episodes, write_episodes
+from sage_jax.report.episodes import append_episodes, read_episodes, write_episodes, write_text
 from sage_jax.report.progress import bar
 from sage_jax.training import setup
 from sage_jax.training.evaluation import Run, evaluate
@@ -38,30 +41,44 @@ class Arm:
 def measure(
     config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded | None, name: str, split: str, session: setup.Session
 ) -> Arm:
-    """Evaluates a policy (None: the scripted one) as `config.eval` says; an arm that is complete on disk is read instead."""
+    """Evaluates a policy (None: the scripted one) as `config.eval` says; what is on disk already is read instead.
+
+    An arm with infrastructure errors is reported but not kept as complete: the same call measures what failed again.
+
+    Raises:
+      ConfigError: the folder holds an arm of this name that measured another policy, other tasks or other settings.
+    """
     e = config.eval
-    label = Path(split).stem if split.endswith(".txt") else split
+    label = split_label(split)
     folder = workdir / "eval" / name / label
+    groups = list(root.scenarios(split).items())[: e.scenarios or None]
+    identity = {
+        "policy": loaded.identity if loaded is not None else "scripted",
+        "tasks": hashlib.sha256(repr(groups).encode()).hexdigest()[:16],
+        "greedy": e.greedy, "runs": e.runs, "temperature": e.temperature, "library": e.library, "agent": config.agent.kind, "seed": config.seed,
+    }
+    for file in (folder / "arm.json", folder / "begun.json"):
+        if file.exists():
+            _same(identity, json.loads(file.read_text())["identity"], folder)
     if (folder / "arm.json").exists():
         return read_arm(folder)
-    if not e.greedy and not e.runs:
-        raise ConfigError("eval.greedy=False and eval.runs=0: there is nothing to evaluate")
+    write_text(folder / "begun.json", json.dumps({"identity": identity}) + "\n")
     started = time.monotonic()
     indices = ([0] if e.greedy else []) + list(range(1, e.runs + 1))
-    groups = list(root.scenarios(split).items())[: e.scenarios or None]
     asked = sum(len(ids) - (e.library == "reference") for _, ids in groups)
     engine = setup.sampler(config, loaded) if loaded is not None else None
     try:
-        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, indices, asked, session.pool))
+        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, indices, asked, session.pool, folder))
     finally:
         if engine is not None:
             engine.close()
     for index, episodes in zip(indices, runs):
         write_episodes(folder / f"run{index}.jsonl", episodes)
-    about = {"arm": name, "split": label, "asked": asked, "runs": indices, "seconds": round(time.monotonic() - started, 1), "library": e.library}
-    temporary = folder / "arm.json.tmp"
-    temporary.write_text(json.dumps(about) + "\n")
-    temporary.replace(folder / "arm.json")
+    if all(episode.valid for episodes in runs for episode in episodes):
+        about = {"arm": name, "split": label, "asked": asked, "runs": indices, "seconds": round(time.monotonic() - started, 1), "identity": identity}
+        write_text(folder / "arm.json", json.dumps(about) + "\n")
+        for file in folder.glob("part*.jsonl"):
+            file.unlink()
     return Arm(name, label, runs, asked)
 
 
@@ -72,7 +89,28 @@ def read_arm(folder: Path) -> Arm:
     return Arm(about["arm"], about["split"], runs, about["asked"])
 
 
-async def _run(config, root, loaded, engine, name, split, indices, asked, pool) -> list[list[Episode]]:
+def split_label(split: str) -> str:
+    """A split's name, or the stem of a file of scenario ids: what it is called in folders and tables."""
+    return Path(split).stem
+
+
+def _same(now: dict, before: dict, folder: Path) -> None:
+    changed = [f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in sorted(now.keys() | before.keys()) if now.get(k) != before.get(k)]
+    if changed:
+        raise ConfigError(f"{folder} holds another measurement ({'; '.join(changed)}). Choose another --workdir, or delete that folder.")
+
+
+def _finished(folder: Path, indices: list[int]) -> dict[tuple[int, str], list[Episode]]:
+    """(run, scenario) -> episodes of the scenarios that an earlier, broken call finished."""
+    found: dict[tuple[int, str], list[Episode]] = {}
+    for index in indices:
+        path = folder / f"part{index}.jsonl"
+        for episode in read_episodes(path).episodes if path.exists() else ():
+            found.setdefault((index, episode.scenario_id), []).append(episode)
+    return found
+
+
+async def _run(config, root, loaded, engine, name, split, indices, asked, pool, folder) -> list[list[Episode]]:
     e = config.eval
     groups = list(root.scenarios(split).items())[: e.scenarios or None]
     facts = None
@@ -84,13 +122,18 @@ async def _run(config, root, loaded, engine, name, split, indices, asked, pool) 
         policies = {i: setup.jax_policy(config, engine, loaded, temperature=e.temperature if i else 0.0) for i in indices}
     count = rough_tokens if loaded is None else (lambda text: len(loaded.tokenizer.encode(text)))
     given = setup.reference_skills(root, split) if e.library == "reference" else None
-    with bar(name, asked * len(indices)) as advance:
+    done = _finished(folder, indices)
+    with bar(name, asked * len(indices), sum(map(len, done.values()))) as advance:
 
         def progress(p: Progress) -> None:
             advance(success=bool(p.episode.s))
 
+        def keep(index: int, rollout: Rollout) -> None:
+            if rollout.valid:
+                append_episodes(folder / f"part{index}.jsonl", rollout.episodes)
+
         return await evaluate(
             root, split, [Run(i, policies[i]) for i in indices], pool, setup.episode_spec(config, keep_outputs=e.keep_outputs),
             seed=config.seed, name=name, library=e.library, given=given, scenarios=e.scenarios, facts=facts, count=count,
-            on_progress=progress,
+            done=done, on_progress=progress, on_scenario=keep,
         )

@@ -21,19 +21,23 @@ from sage_jax.report.tables import (
     rich_table,
     score,
 )
-from sage_jax.training import setup
+from sage_jax.training import checks, setup
 from sage_jax.training.arms import Arm, measure
 
 
 def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: str) -> None:
     """Args: `split` and `policy` override the config's where they are not empty."""
+    checks.check_episodes(config)
+    checks.check_evaluation(config)
     write_config(config, workdir)
     split = split or config.eval.split
     root = setup.data_root(config)
+    checks.check_splits(config, root, [split])
     loaded = None
     source = policy or config.model.source
     if source != "scripted":
         loaded = setup.load_policy(config, source=source)
+        checks.check_prompts(config, root, split, loaded.tokenizer)
         print(setup.describe(config, loaded))
     name = Path(source).name if "/" in source else source
     with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
@@ -46,7 +50,7 @@ def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: s
 
 
 def _plain(config: ConfigDict, workdir: Path, arm: Arm) -> list:
-    rows = [score(arm.runs, arm.name, asked=arm.asked, split=arm.split), *breakdown(arm.runs, arm.name)[1:]]
+    rows = breakdown(arm.runs, arm.name, arm.split, asked=arm.asked)
     print(first_line(rows[:1]))
     terminal().print(rich_table(rows))
     unfinished = sorted({e.task_id for run in arm.runs for e in run if e.judgement and e.judgement.success and not e.judgement.completed})

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from sage_jax.agent.chain import Progress, experiment_name, run_chains
+from sage_jax.agent.chain import Progress, Rollout, experiment_name, run_chains
 from sage_jax.agent.episode import EpisodeSpec, Worlds
 from sage_jax.agent.policy import Policy
 from sage_jax.agent.prompts import rough_tokens
@@ -44,7 +45,9 @@ async def evaluate(
     scenarios: int = 0,
     facts: Mapping[str, dict] | None = None,
     count: Callable[[str], int] = rough_tokens,
+    done: Mapping[tuple[int, str], Sequence[Episode]] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_scenario: Callable[[int, Rollout], None] | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every run, ordered by (scenario, task).
 
@@ -56,6 +59,8 @@ async def evaluate(
         "reference", take positions 2 and 3 of "none".
       given: scenario id -> skill, for "reference".
       scenarios: only the first n of the split; 0 for all.
+      done: (run index, scenario id) -> its episodes, measured before; they are returned and not run again.
+      on_progress, on_scenario: called with every finished episode; with (run index, rollout) of every finished scenario.
 
     Raises:
       ConfigError: an unknown library kind, or "reference" without skills for every scenario.
@@ -72,8 +77,9 @@ async def evaluate(
                 raise ConfigError(f"eval.library='reference' needs a reference skill of scenario {scenario}; this root has none")
             tasks, skills[index] = tasks[1:], [given[scenario]]
         chains.append(tasks)
+    done = done or {}
     finished = 0
-    total = sum(map(len, chains)) * len(runs)
+    total = sum(len(c) for (scenario, _), c in zip(groups, chains) for run in runs if (run.index, scenario) not in done)
 
     def progress(p: Progress) -> None:
         nonlocal finished
@@ -86,8 +92,13 @@ async def evaluate(
             chains, 1, run.policy, worlds, spec, seed=seed, path=(run.index,), name=f"{name}/run{run.index}",
             experiment=experiment_name(f"{name}/run{run.index}"), skills=skills,
             keep=library == "chain", facts=facts, count=count, on_progress=progress,
+            skip={i for i, (scenario, _) in enumerate(groups) if (run.index, scenario) in done},
+            on_rollout=functools.partial(on_scenario, run.index) if on_scenario is not None else None,
         )
         for run in runs
     ]
-    results = await asyncio.gather(*jobs)
-    return [[e for rollout in rollouts for e in rollout.episodes] for rollouts in results]
+    results = []
+    for run, rollouts in zip(runs, await asyncio.gather(*jobs)):
+        by_chain = {r.chain: r.episodes for r in rollouts}
+        results.append([e for i, (scenario, _) in enumerate(groups) for e in by_chain.get(i) or done[run.index, scenario]])
+    return results

@@ -22,22 +22,27 @@ from sage_jax.report.html import write_report
 from sage_jax.report.progress import terminal
 from sage_jax.report.tables import difference_text, markdown, paired_difference, rich_table, score
 from sage_jax.sft.loop import run_sft
-from sage_jax.training import setup
+from sage_jax.training import checks, setup
 from sage_jax.training.arms import Arm, measure
 from sage_jax.training.collecting import collect
-from sage_jax.training.rl_loop import check, train
+from sage_jax.training.rl_loop import train
 from sage_jax.world.roots import DataRoot
 
 TRAIN_STEPS_SHOWN = 4  # the last steps' first rollouts are in the report's viewer
 
 
-def run_experiment(config: ConfigDict, workdir: Path) -> None:
-    """Everything that `python -m sage_jax.train` does. Writes below workdir; prints a table at the end."""
-    check(config)
+def run_experiment(config: ConfigDict, workdir: Path, profile: tuple[int, int] | None = None) -> None:
+    """Everything that `python -m sage_jax.train` does. Writes below workdir; prints a table at the end.
+
+    `profile`: first and last step (0-based) of which a JAX profile goes to workdir/profile.
+    """
+    checks.check_train(config)
     write_config(config, workdir)
     phases = Phases(workdir)
     with phases("mini world" if config.world.kind == "miniworld" else "data root"):
         root = setup.data_root(config)
+    dev = [config.eval.dev_split] if config.eval.every else []
+    checks.check_splits(config, root, [config.rl.split, *dev, *config.run.splits])
     source = config.model.source
     if config.run.from_scratch:
         with phases("collect"):
@@ -45,29 +50,31 @@ def run_experiment(config: ConfigDict, workdir: Path) -> None:
         with phases("sft"):
             source = str(supervised(config, dataset, workdir / "sft"))
     loaded = setup.load_policy(config, source=source)
+    checks.check_prompts(config, root, config.rl.split, loaded.tokenizer)
     print(setup.describe(config, loaded))
 
     with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
-        arms = _arms(config, workdir, root, loaded, session, phases)
+        arms = _arms(config, workdir, root, loaded, session, phases, profile)
     report(config, workdir, root, arms, phases.seconds)
 
 
-def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, phases: Phases) -> list[Arm]:
+def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, phases: Phases,
+          profile: tuple[int, int] | None) -> list[Arm]:
     """Evaluates, trains, evaluates."""
     arms: list[Arm] = []
     for split in config.run.splits:
         if config.run.base:
             with phases(f"evaluate base on {split}"):
-                arms.append(measure(config, workdir, root, _untrained(config, workdir), "base", split, session))
+                arms.append(measure(config, workdir, root, setup.untrained(config, loaded), "base", split, session))
         if config.run.start:
             with phases(f"evaluate {config.run.start_name} on {split}"):
                 arms.append(measure(config, workdir, root, loaded, config.run.start_name, split, session))
     final = workdir / "policy"
     if not (final / "config.json").exists():
         with phases("train"):
-            state = train(config, workdir, root, loaded, session, StepLines(config.rl.steps))
+            state = train(config, workdir, root, loaded, session, StepLines(config.rl.steps), profile)
         save_hf(final, loaded.cfg, state.params, loaded.tokenizer, dtype="float32")
-        loaded = dataclasses.replace(loaded, params=state.params)
+        loaded = dataclasses.replace(loaded, params=state.params, identity=setup.folder_identity(final))
     else:
         print(f"train: {final} is there, used again")
         loaded = setup.load_policy(config, source=str(final))
@@ -79,19 +86,25 @@ def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loade
 
 
 def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:
-    """SFT from new weights on a chat dataset; returns the folder of the trained policy (made once)."""
+    """SFT on a chat dataset, in one stage or two; returns the folder of the trained policy (made once)."""
     folder = workdir / "policy"
     if (folder / "config.json").exists():
         print(f"sft: {folder} is there, used again")
         return folder
-    loaded = setup.load_policy(config, source=config.sft.start, tokenizer_folder=dataset.parent / "tokenizer")
-    params = run_sft(config, loaded, dataset, workdir)
-    save_hf(folder, loaded.cfg, params, loaded.tokenizer, dtype=config.sft.save_dtype)
+    c = config.sft
+    first = workdir / "first" / "policy" if c.second_steps else folder
+    if not (first / "config.json").exists():
+        loaded = setup.load_policy(config, source=c.start, tokenizer_folder=dataset.parent / "tokenizer")
+        params = run_sft(config, loaded, dataset, first.parent)
+        save_hf(first, loaded.cfg, params, loaded.tokenizer, dtype=c.save_dtype)
+    if c.second_steps:
+        config = config.copy_and_resolve_references()
+        config.seed += 1  # other names in the renamed copies
+        config.sft.update(steps=c.second_steps, lr=c.second_lr, short_steps=0)
+        loaded = setup.load_policy(config, source=str(first))
+        params = run_sft(config, loaded, dataset, workdir)
+        save_hf(folder, loaded.cfg, params, loaded.tokenizer, dtype=c.save_dtype)
     return folder
-
-
-def _untrained(config: ConfigDict, workdir: Path) -> setup.Loaded:
-    return setup.load_policy(config, source="random", tokenizer_folder=workdir / "sft" / "tokenizer")
 
 
 def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], seconds: dict[str, float]) -> None:

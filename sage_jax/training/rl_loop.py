@@ -13,16 +13,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from sage_jax.agent.chain import Rollout, run_chains
-from sage_jax.errors import ConfigError, InfrastructureError, SageError
+from sage_jax.agent.trajectory import TokenRecord
+from sage_jax.errors import InfrastructureError, SageError
 from sage_jax.report.episodes import write_episodes
+from sage_jax.report.progress import step_bar
 from sage_jax.report.tables import score
 from sage_jax.rl.advantages import chain_advantages
 from sage_jax.rl.batch import RowShape, Sample, pack, split_by_rollout
-from sage_jax.rl.losses import LossConfig, check_sampling
+from sage_jax.rl.losses import LossConfig
 from sage_jax.rl.rewards import chain_record, rewards
 from sage_jax.rl.update import PolicyUpdate, policy_logprobs
 from sage_jax.training import chains as chain_sources
@@ -51,7 +54,8 @@ class Parts:
 
 
 def train(
-    config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, report: Callable[[int, dict], None]
+    config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, report: Callable[[int, dict], None],
+    profile: tuple[int, int] | None = None,
 ) -> TrainState:
     """Trains for `config.rl.steps` steps, resuming from workdir/checkpoints if there are any.
 
@@ -59,12 +63,11 @@ def train(
       loaded: the start policy; its parameters are donated.
       session: an open pool over `root`.
       report: called after every step with (step, metrics), for progress lines.
+      profile: first and last step (0-based) of which a JAX profile goes to workdir/profile.
 
     Raises:
-      ConfigError: a combination that would train something else than asked.
       SageError: several non-finite updates in a row, or a step without a single valid rollout.
     """
-    check(config)
     rl, o = config.rl, config.optim
     updates = rl.steps * rl.epochs * rl.mini_batches
     tx = make_optimizer(
@@ -77,7 +80,6 @@ def train(
     )
     update = PolicyUpdate(logprobs, tx, state, loaded.mesh, loss, epochs=rl.epochs, mini_batches=rl.mini_batches)
     iterator = scenario_iterator(list(root.scenarios(rl.split)), rl.scenarios_per_step, config.seed)
-    # The config's digest is part of a checkpoint, so that another config cannot go on from it unnoticed.
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, best_metric="eval_dev/sgc")
     if checkpoints.latest_step() is not None:
         state, _ = checkpoints.restore_latest(state, iterator)
@@ -89,7 +91,11 @@ def train(
         while state.step < rl.steps:
             step = state.step
             engine.set_params(state.params, version=step)
+            if profile is not None and step == profile[0]:
+                jax.profiler.start_trace(str(workdir / "profile"))
             state, values = _step(parts, state, next(iterator), workdir)
+            if profile is not None and step == profile[1]:
+                jax.profiler.stop_trace()
             last = state.step == rl.steps
             if config.eval.every and (state.step % config.eval.every == 0 or last):
                 values |= _dev(parts, state)
@@ -114,13 +120,15 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     chains = [parts.chains(step, s) for s in scenarios]
     a = config.agent
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=config.sampler.temperature)
-    rollouts = parts.session.run(
-        run_chains(
-            chains, rl.group, policy, parts.session.pool, setup.episode_spec(config, keep_outputs=False), seed=config.seed, path=(step,),
-            name=f"step{step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
-            early_stop=(a.early_stop_turn, a.early_stop_share) if a.early_stop_turn else None,
+    with step_bar(f"step {step + 1}", rl.group * sum(map(len, chains))) as advance:
+        rollouts = parts.session.run(
+            run_chains(
+                chains, rl.group, policy, parts.session.pool, setup.episode_spec(config, keep_outputs=False), seed=config.seed, path=(step,),
+                name=f"step{step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
+                early_stop=(a.early_stop_turn, a.early_stop_share) if a.early_stop_turn else None,
+                on_progress=lambda p: advance(success=bool(p.episode.s)),
+            )
         )
-    )
     rolled = time.monotonic()
 
     # Rewards, and advantages within (chain, position) over the valid rollouts.
@@ -143,8 +151,7 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     values["update/skipped_total"] = state.skipped
     done = time.monotonic()
 
-    first = [e for r in rollouts if r.index == 0 for e in r.episodes]
-    write_episodes(workdir / "episodes" / "train" / f"step_{step:05d}.jsonl", first)
+    write_episodes(workdir / "episodes" / "train" / f"step_{step:05d}.jsonl", [e for r in rollouts for e in r.episodes])
     generated = sum(e.generated for r in rollouts for e in r.episodes)
     values |= {
         "time/rollout_s": rolled - started, "time/step_s": done - started,
@@ -160,8 +167,8 @@ def _samples(rollouts: list[Rollout], advantages: list[np.ndarray]) -> list[Samp
         if not rollout.valid:
             continue
         for k, episode in enumerate(rollout.episodes):
-            ids, mask, logprobs = episode.tokens.arrays()
-            samples.append(Sample(key=(rollout.chain, rollout.index, k), ids=ids, mask=mask, logprobs=logprobs, advantage=float(advantage[k])))
+            # A prompt that did not fit the context has no tokens: it counts in the denominators and trains nothing.
+            samples.append(Sample.of((rollout.chain, rollout.index, k), episode.tokens or TokenRecord(), advantage[k]))
     return samples
 
 
@@ -171,21 +178,15 @@ def _dev(parts: Parts, state: TrainState) -> dict:
     started = time.monotonic()
     parts.engine.set_params(state.params, version=state.step)
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=0.0)
-    runs = parts.session.run(
-        evaluate(
-            parts.root, config.eval.dev_split, [Run(0, policy)], parts.session.pool, setup.episode_spec(config, keep_outputs=False),
-            seed=config.seed, name=f"dev{state.step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
+    split = config.eval.dev_split
+    with step_bar(split, sum(map(len, parts.root.scenarios(split).values()))) as advance:
+        runs = parts.session.run(
+            evaluate(
+                parts.root, split, [Run(0, policy)], parts.session.pool, setup.episode_spec(config, keep_outputs=False),
+                seed=config.seed, name=f"dev{state.step}", count=lambda text: len(parts.loaded.tokenizer.encode(text)),
+                on_progress=lambda p: advance(success=bool(p.episode.s)),
+            )
         )
-    )
     row = score(runs, "dev").values
     return {f"eval_dev/{k}": v for k, v in row.items() if not math.isnan(v)} | {"time/eval_dev_s": time.monotonic() - started}
 
-
-def check(config: ConfigDict) -> None:
-    """Refuses at start what would fail late or train something else than asked."""
-    rl, s = config.rl, config.sampler
-    check_sampling(s.temperature, s.top_k, s.top_p, old_logprobs=rl.old_logprobs)
-    if max(rl.row_tokens) < s.context:
-        raise ConfigError(f"rl.row_tokens={tuple(rl.row_tokens)}: the longest must hold a whole episode, sampler.context={s.context}")
-    if rl.steps < 1 or rl.group < 1 or rl.scenarios_per_step < 1:
-        raise ConfigError(f"rl.steps={rl.steps}, rl.group={rl.group}, rl.scenarios_per_step={rl.scenarios_per_step} must be at least 1")

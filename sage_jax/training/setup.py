@@ -1,12 +1,13 @@
 """From a config to the parts of a run: data root, executor pool, policy, sampler, the rules of episodes.
 
-Every choice by name is checked here, at start; library code below takes plain values.
+Library code below takes plain values; names and combinations are checked at start by `training.checks`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Coroutine
@@ -20,9 +21,10 @@ from ml_collections import ConfigDict
 
 from sage_jax.agent.episode import EpisodeSpec
 from sage_jax.agent.jax_policy import JaxPolicy
-from sage_jax.agent.prompts import PromptSpec
+from sage_jax.agent.prompts import PromptSpec, opening
 from sage_jax.agent.scripted import Script
 from sage_jax.errors import ConfigError
+from sage_jax.model.chat import ChatRenderer
 from sage_jax.model.config import ModelConfig
 from sage_jax.model.hf import load_hf
 from sage_jax.model.presets import preset
@@ -31,9 +33,11 @@ from sage_jax.model.tokenizer import Tokenizer, load_tokenizer
 from sage_jax.sampling.engine import Engine
 from sage_jax.skills.extract import extract
 from sage_jax.skills.record import Origin, Skill
+from sage_jax.training.checkpoints import Checkpoints
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
 from sage_jax.world.roots import DataRoot, resolve_root
+from sage_jax.world.types import Task
 
 BUNDLED = Path(__file__).resolve().parents[1] / "model" / "bundled"
 
@@ -47,6 +51,7 @@ class Loaded:
     params: nnx.State
     tokenizer: Tokenizer
     mesh: Mesh
+    identity: str  # equal only for equal weights; "" where they change while the process runs
 
 
 def data_root(config: ConfigDict, *, seed: int | None = None, check: bool = True) -> DataRoot:
@@ -93,15 +98,21 @@ class Session:
 
 
 def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_folder: Path | None = None) -> Loaded:
-    """Weights on the mesh: the bundled ones, a Hugging Face folder, or new ones from a preset and the seed.
+    """Weights on the mesh: the bundled ones, a Hugging Face folder, a checkpoint of a run, or new ones from a preset and the seed.
 
-    `tokenizer_folder` is what model.tokenizer="workdir" means, for new weights.
+    Args:
+      source: "bundled", "random", a Hugging Face folder, or WORKDIR/checkpoints/last, /best or /STEP of a run of `sage_jax.train`;
+        default: model.source.
+      tokenizer_folder: what model.tokenizer="workdir" means, for new weights.
 
     Raises:
-      ConfigError: a source that is neither a known word nor a folder; a mesh that the devices cannot form.
+      ConfigError: a source that is none of these; a mesh that the devices cannot form.
+      CheckpointError: the checkpoint is not there or damaged.
     """
     m = config.model
     source = source or m.source
+    if Path(source).parent.name == "checkpoints":
+        return _from_checkpoint(config, Path(source).expanduser())
     mesh = make_mesh({"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor})
     if source == "random":
         places = {"bundled": BUNDLED, "workdir": tokenizer_folder}
@@ -112,12 +123,45 @@ def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_fold
         rows = -(-tokenizer.vocab_size // 32) * 32  # padded, so that it divides over a mesh
         cfg = dataclasses.replace(preset(m.preset), vocab_size=rows, dtype=m.dtype, remat=m.remat)
         graphdef, params = create_params(cfg, mesh, config.seed)
-        return Loaded(cfg, graphdef, params, tokenizer, mesh)
+        return Loaded(cfg, graphdef, params, tokenizer, mesh, f"random {cfg} seed {config.seed}")
     folder = BUNDLED if source == "bundled" else Path(source).expanduser()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.source={source!r} is neither 'bundled', 'random' nor a Hugging Face folder (no {folder}/config.json)")
+        raise ConfigError(
+            f"policy {source!r} is neither 'bundled', 'random', a Hugging Face folder (there is no {folder}/config.json) nor "
+            "WORKDIR/checkpoints/last, /best or /STEP of a training run"
+        )
     cfg, graphdef, params = load_hf(folder, mesh, dtype=m.dtype, remat=m.remat)
-    return Loaded(cfg, graphdef, params, load_tokenizer(folder), mesh)
+    return Loaded(cfg, graphdef, params, load_tokenizer(folder), mesh, folder_identity(folder))
+
+
+def untrained(config: ConfigDict, like: Loaded) -> Loaded:
+    """New weights of the same shape, with the same tokenizer."""
+    graphdef, params = create_params(like.cfg, like.mesh, config.seed)
+    return dataclasses.replace(like, graphdef=graphdef, params=params, identity=f"random {like.cfg} seed {config.seed}")
+
+
+def _from_checkpoint(config: ConfigDict, path: Path) -> Loaded:
+    workdir = path.parent.parent
+    try:
+        of_run = json.loads((workdir / "config.json").read_text())
+        start = str(workdir / "sft" / "policy") if of_run["run"]["from_scratch"] else of_run["model"]["source"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"policy {path}: {workdir} is no run of sage_jax.train ({type(error).__name__}: {error})") from error
+    loaded = load_policy(config, source=start)  # for its shape and tokenizer
+    with Checkpoints(workdir / "checkpoints", keep=1, best_metric="") as checkpoints:
+        state, _ = checkpoints.restore_params(loaded.params, path.name)
+    return dataclasses.replace(loaded, params=state.params, identity=f"{path} step {state.step}")
+
+
+def folder_identity(folder: Path) -> str:
+    """A digest of a policy folder's files: of their bytes, or of size and time for those above 256 MiB."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".model")):
+        about = file.stat()
+        large = about.st_size > 1 << 28
+        digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns if large else ''}".encode())
+        digest.update(b"" if large else file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def sampler(config: ConfigDict, loaded: Loaded) -> Engine:
@@ -150,16 +194,28 @@ def episode_spec(config: ConfigDict, *, keep_outputs: bool, kind: str | None = N
     )
 
 
+def opening_tokens(config: ConfigDict, task: Task, tokenizer: Tokenizer) -> int:
+    """Tokens of a task's prompt before anything is in the library."""
+    spec = episode_spec(config, keep_outputs=False)
+    messages, _ = opening(task, (), spec.prompt, lambda text: len(tokenizer.encode(text)))
+    renderer = ChatRenderer(tokenizer)
+    return len(renderer.full(messages)[0]) + len(renderer.open_turn([]))
+
+
 def scripts(root: DataRoot, task_ids: list[str]) -> dict[str, dict]:
     """Task id -> facts for the scripted policy. Raises ConfigError on a root without our references."""
     if root.kind != "miniworld":
         raise ConfigError(f"scripted solutions exist for the mini world only, and {root.path} is {root.kind}")
+    references = {task_id: load_reference(root.path, task_id) for task_id in task_ids}
+    functions = {ref.function_name: ref.function for ref in references.values()}
     facts = {}
-    for task_id in task_ids:
-        ref = load_reference(root.path, task_id)
+    for task_id, ref in references.items():
+        others = [name for name in functions if name != ref.function_name]
+        seed = int.from_bytes(hashlib.sha256(task_id.encode()).digest()[:4], "big")
         facts[task_id] = {
             "script": Script(
-                function=ref.function, function_name=ref.function_name, call=ref.call, inline=ref.inline, lookup=ref.lookup, kind=ref.kind
+                function=ref.function, function_name=ref.function_name, call=ref.call, inline=ref.inline, lookup=ref.lookup, kind=ref.kind,
+                other=functions[others[seed % len(others)]] if others else "",
             )
         }
     return facts

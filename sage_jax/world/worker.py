@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import linecache
 import random
 import signal
 import socket
@@ -25,6 +26,7 @@ from IPython.utils.capture import capture_output
 from sage_jax.world import judge, protocol
 
 _FAILED = "Execution failed. Traceback:\n"  # how the engine begins the observation of a failed step
+_exec = exec  # while agent code runs, the engine may replace builtins
 _AGAIN = 0.5  # seconds until code that swallowed the interrupt is interrupted again
 
 
@@ -55,6 +57,7 @@ class _World:
         )
         self.database = self.world.models.supervisor.SQLModel.db.connection
         self.namespace = self.world.shell.user_ns
+        self.skills: dict[str, _Installed] = {}  # by name
         self.seconds = 0.0
         self.recording = False
         self.calls: dict[str, None] = {}  # ids in the order of their first return in this step
@@ -126,7 +129,9 @@ class _World:
         }
 
     def do_install(self, skills: list[dict[str, str]], seconds: float) -> dict[str, Any]:
-        return {"reasons": [self._install(seconds=seconds, **skill) for skill in skills]}
+        reasons = [self._install(seconds=seconds, **skill) for skill in skills]
+        self._link()
+        return {"reasons": reasons}
 
     def do_completed(self) -> dict[str, Any]:
         return {"completed": judge.is_completed(self.database)}
@@ -140,19 +145,34 @@ class _World:
 
     def _install(self, id: str, name: str, code: str, seconds: float) -> str:
         """Defines one skill; returns why not, or "" when it is there. A failing one leaves no trace."""
-        before = dict(self.namespace)
-        reason = self._define(name, code, seconds)
+        try:
+            texts = _functions(code)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        # Each skill has globals of its own: its helpers are those that it was written with, whatever else is installed
+        # under their names or is defined later.
+        private = _Globals(self.namespace)
+        reason = self._define(name, code, seconds, private)
         if reason:
-            self.namespace.clear()
-            self.namespace.update(before)
-        else:
-            self.namespace[name] = self._recorded(self.namespace[name], id)
-        return reason
+            return reason
+        skill = _Installed(texts, private, self._recorded(private[name], id))
+        self.skills[name] = skill
+        self.namespace[name] = skill.entered
+        for other, value in private.items():  # a prompt shows helpers too, so they can be called
+            self.namespace.setdefault(other, value)
+        return ""
 
-    def _define(self, name: str, code: str, seconds: float) -> str:
+    def _link(self) -> None:
+        """Helpers that are installed as skills themselves, with the same text, are entered as such also when nested."""
+        for name, skill in self.skills.items():
+            for helper, text in skill.texts.items():
+                other = self.skills.get(helper)
+                if other is not None and other is not skill and other.texts[helper] == text:
+                    skill.globals[helper] = other.entered
+
+    def _define(self, name: str, code: str, seconds: float, private: _Globals) -> str:
         world = self.world
         try:
-            ast.parse(code)
             safe, message = world.safety_guard.is_syntax_safe(code)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -160,13 +180,14 @@ class _World:
             return message
         tracker = world.requester.request_tracker
         allowed, tracker.max_num_requests = tracker.max_num_requests, 0  # a definition calls no API
-        self.timed_out = False
+        self.timed_out, error = False, None
+        file = f"<python-input, skill {name}>"  # the engine shows frames of files with such names
+        linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
         world.safety_guard.enable()
         try:
             with capture_output(stdout=True, stderr=True, display=True):
                 with _interrupting(seconds, self._on_time):
-                    outcome = world.shell.run_cell(code)
-            error = outcome.error_before_exec or outcome.error_in_exec
+                    _exec(compile(code, file, "exec", dont_inherit=True), private)
         except BaseException as raised:
             error = raised
         finally:
@@ -176,7 +197,7 @@ class _World:
             return f"defining it took longer than {seconds:g} s"
         if error is not None:
             return f"{type(error).__name__}: {error}"
-        if not callable(self.namespace.get(name)):
+        if not callable(private.get(name)):
             return f"the code defines no function {name}"
         return ""
 
@@ -201,6 +222,30 @@ class _World:
                 return result
 
         return skill
+
+
+class _Globals(dict):
+    """Globals of one skill: what it does not define itself is looked up in the shell's namespace, at each use."""
+
+    def __init__(self, namespace: dict[str, Any]):
+        super().__init__(__name__="__main__")
+        self.namespace = namespace
+
+    def __missing__(self, name: str) -> Any:
+        return self.namespace[name]
+
+
+class _Installed:
+    """An installed skill: the texts of its top-level functions, its globals, and what a call of its name enters."""
+
+    def __init__(self, texts: dict[str, str], globals: _Globals, entered: Callable):
+        self.texts, self.globals, self.entered = texts, globals, entered
+
+
+def _functions(code: str) -> dict[str, str]:
+    """Normalised text of each top-level function of a skill's code, by name."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name: ast.dump(node) for node in ast.parse(code).body if isinstance(node, kinds)}
 
 
 class _interrupting:

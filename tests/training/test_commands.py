@@ -66,7 +66,7 @@ def test_our_table_is_the_engines_report(mini_root, tmp_path, capsys):
 
 def test_wrong_requests_name_the_choices(mini_root, tmp_path):
     config = config_for(evaluate_config, mini_root)
-    with pytest.raises(ConfigError, match="neither 'bundled', 'random' nor"):
+    with pytest.raises(ConfigError, match="neither 'bundled', 'random', a Hugging Face folder"):
         evaluate_command(config, tmp_path, split="dev", policy="/no/such/folder")
     config.eval.library = "chains"
     with pytest.raises(ConfigError, match="chain, none, reference"):

@@ -393,6 +393,29 @@ def test_skill_calls(bench):
     assert over_own.text == "1\n" and over_own.skill_calls == ("outer@1",)
 
 
+def test_skill_that_is_a_helper_of_another(bench):
+    """A skill that carries another one's text keeps its own version of it, and a nested call of the same text counts."""
+    old = "def login(app):\n    return 'old ' + app"
+    new = "def login(app):\n    return 'new ' + app"
+    top = "def top(app):\n    return login(app) + '!'"
+
+    async def steps(world, skills):
+        verdicts = await world.install(skills)
+        return verdicts, [await world.execute(f"print({call})") for call in ("login('a')", "top('a')", "part()")]
+
+    def run(*texts):
+        skills = [Skill(name, name, code) for name, code in texts]
+        verdicts, found = bench.in_world(lambda world: steps(world, skills))
+        assert all(v.ok for v in verdicts), verdicts
+        return [(step.text, step.skill_calls) for step in found[:2]]
+
+    same = run(("login", old), ("top", f"{old}\n{top}"))
+    assert same == [("old a\n", ("login",)), ("old a!\n", ("login", "top"))]
+    assert run(("top", f"{old}\n{top}"), ("login", old)) == [("old a\n", ("login",)), ("old a!\n", ("login", "top"))]
+    assert run(("top", f"{old}\n{top}"), ("login", new)) == [("new a\n", ("login",)), ("old a!\n", ("top",))]
+    assert run(("top", f"{old}\n{top}")) == [("old a\n", ()), ("old a!\n", ("top",))], "a helper that is shown can be called"
+
+
 def test_skills_that_fail_leave_nothing(bench, short):
     skills = [
         Skill("good", "good", "import math\nN = 3\ndef good(): return N"),

@@ -61,6 +61,7 @@ def base() -> ConfigDict:
     c.agent.episode_retries = 2
     c.agent.early_stop_turn = 0  # 0: off
     c.agent.early_stop_share = 0.1
+    c.agent.early_stopped = "zero"  # an episode that was stopped: "zero" (r = 0), or "drop" (its rollout is no sample; LOOP)
 
     c.chain = ConfigDict()
     c.chain.length = 2

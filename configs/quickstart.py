@@ -2,7 +2,7 @@
 
 python -m sage_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
 python -m sage_jax.train --config=configs/quickstart.py:smoke --workdir=runs/smoke          (a few minutes)
-python -m sage_jax.train --config=configs/quickstart.py:from_scratch --workdir=runs/scratch (SFT too, live)
+python -m sage_jax.train --config=configs/quickstart.py:from_scratch --workdir=runs/scratch (SFT too, live: an hour more)
 """
 
 from configs import common, sage_demo, sft_tiny
@@ -21,6 +21,8 @@ def get_config(arg=None):
 
 
 def smoke(c):
+    if c.run.from_scratch:
+        sft_tiny.runlocal(c)
     c.world.scenarios = 12
     c.rl.steps = 3
     c.rl.scenarios_per_step = 2

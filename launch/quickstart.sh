@@ -2,20 +2,25 @@
 # From a clone to a report: sets up, builds the mini world, evaluates the start policy, runs SAGE, evaluates again.
 #   bash launch/quickstart.sh                  the first steps of the demo, from the policy kept in the repository
 #   bash launch/quickstart.sh --smoke          a few minutes: 12 scenarios, 3 steps
-#   bash launch/quickstart.sh --from_scratch   collects demonstrations and does the SFT too, live
+#   bash launch/quickstart.sh --from_scratch   collects demonstrations and does the SFT too, live (an hour more; with --smoke a few minutes)
 #   bash launch/quickstart.sh --workdir=DIR    where everything is written (default runs/quickstart, runs/smoke, runs/scratch)
 # The same command resumes a run that was stopped. Further arguments go to sage_jax.train.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-arg="" workdir=runs/quickstart rest=()
+arg="" workdir=runs/quickstart rest=() smoke="" scratch=""
 for a in "$@"; do
   case $a in
-    --smoke) arg=":smoke" workdir=runs/smoke ;;
-    --from_scratch) arg=":from_scratch" workdir=runs/scratch ;;
+    --smoke) smoke=smoke workdir=runs/smoke ;;
+    --from_scratch) scratch=from_scratch workdir=runs/scratch ;;
     --workdir=*) given=${a#--workdir=} ;;
     *) rest+=("$a") ;;
   esac
 done
+if [ -n "$smoke" ] && [ -n "$scratch" ]; then
+  arg=":from_scratch,smoke" workdir=runs/scratch_smoke
+elif [ -n "$smoke$scratch" ]; then
+  arg=":$smoke$scratch"
+fi
 workdir=${given:-$workdir}
 started=$SECONDS
 bash launch/setup.sh

@@ -16,6 +16,7 @@ from importlib import resources
 
 import jinja2
 
+from sage_jax.agent.code_blocks import quote
 from sage_jax.errors import ConfigError
 from sage_jax.skills.record import Skill
 from sage_jax.skills.render import STYLES as SKILL_STYLES
@@ -91,8 +92,7 @@ def observation(text: str, spec: PromptSpec) -> tuple[str, int]:
         dropped = len(text) - limit
         text = f"{text[:head]}\n[... {dropped} characters cut ...]\n{text[-tail:]}"
     if spec.style == "full":
-        fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`+", text)), default=0))
-        text = f"Output:\n{fence}\n{text}\n{fence}"
+        text = f"Output:\n{quote(text)}"
     return (f"{text}\n{spec.reminder}" if spec.reminder else text), dropped
 
 

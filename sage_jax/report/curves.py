@@ -18,8 +18,6 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from sage_jax.report.episodes import write_text
-
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
@@ -37,9 +35,9 @@ class Panel:
 PANELS = (
     Panel("Reward", "mean reward", ("reward/mean", "reward/outcome_mean", "reward/position_*")),
     Panel("Success", "share of tasks", ("success/mean", "success/position_*", "eval*/tgc", "eval*/sgc"), share=True),
-    Panel("Skills", "share of episodes", ("skill/called_share", "skill/paid_share", "skill/defined_share", "eval*/skill_use_share"), share=True),
-    Panel("Turns and tokens", "turns an episode", ("turns/mean", "eval*/turns_mean"), ("tokens/generated_mean",), "generated tokens an episode"),
-    Panel("Entropy", "nats a token", ("update/entropy_nats", "*entropy", "*entropy_mean")),
+    Panel("Skills", "share of episodes", ("skill/called_share", "skill/paid_share", "skill/defined_share", "eval*/skill_use"), share=True),
+    Panel("Turns and tokens", "turns an episode", ("turns/mean", "eval*/turns"), ("tokens/generated_mean",), "generated tokens an episode"),
+    Panel("Entropy", "nats a token", ("update/entropy_nats",)),
     Panel("Gap of sampler and trainer", "|log-prob difference|, nats", ("update/gap_mean_nats", "update/gap_p99_nats", "update/gap_max_nats"), log=True),
 )
 _COLOURS = ("#2563eb", "#db6b1a", "#16916a", "#a23bb8", "#b8902a", "#64748b")
@@ -90,11 +88,6 @@ def curves_png(rows: Sequence[dict], title: str = "") -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
-
-
-def write_curves(path: str | Path, rows: Sequence[dict], title: str = "") -> None:
-    """Writes curves.png under a temporary name and renames it."""
-    write_text(path, curves_png(rows, title))
 
 
 def _draw(axis, panel: Panel, rows: Sequence[dict], keys: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ _GAP = "\n\n\n"
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """`text` is plain Python (see `fence`); `shown` in the order of the text; `dropped` did not fit."""
+    """`text` is plain Python; `shown` in the order of the text; `dropped` did not fit."""
 
     text: str
     shown: tuple[Skill, ...]
@@ -81,13 +81,6 @@ def render(
     text = _text(shown, style)
     dropped = tuple(s for i, s in enumerate(skills) if i not in set(chosen))
     return Rendered(text, tuple(shown), dropped, count(text) if text else 0)
-
-
-def fence(code: str, language: str = "python") -> str:
-    """`code` as a Markdown block whose fence is longer than any run of backticks inside."""
-    longest = max((len(run) for run in re.findall(r"`+", code)), default=0)
-    marks = "`" * max(3, longest + 1)
-    return f"{marks}{language}\n{code}\n{marks}"
 
 
 def head(skill: Skill) -> str:

@@ -50,6 +50,7 @@ def check_train(config: ConfigDict) -> None:
         make_schedule(o.schedule, o.lr, o.warmup, rl.steps * rl.epochs * rl.mini_batches),
         b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
     )
+    _known("agent.early_stopped", a.early_stopped, EARLY_STOPPED)
     if a.early_stop_turn:
         EarlyStop(1, a.early_stop_turn, a.early_stop_share)
     if max(rl.row_tokens) < s.context:
@@ -117,6 +118,7 @@ def check_prompts(config: ConfigDict, root: DataRoot, split: str, tokenizer: Tok
         )
 
 
+EARLY_STOPPED = ("zero", "drop")
 MIN_ROOM = 16  # tokens; no response that calls an API is shorter
 
 

@@ -17,6 +17,7 @@ from sage_jax.agent.chain import Progress, run_chains
 from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import SageError
+from sage_jax.report.episodes import read_episodes, write_episodes
 from sage_jax.report.progress import bar
 from sage_jax.sft.dataset import write_dataset
 from sage_jax.training import setup
@@ -36,33 +37,36 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
     started = time.monotonic()
     # A world that is only collected in needs no build-time checks: what does not pass its judge is not kept.
     roots = [setup.data_root(config, seed=seed, check=seed == config.world.seed) for seed in c.seeds or (config.world.seed,)]
-    episodes, drop = [], {}
+    records, tally, asked = [], collections.Counter(), 0
     for number, root in enumerate(roots):
-        print(f"collect: root {number + 1} of {len(roots)}, {root.path}")
-        with setup.Session(config, root, None) as session:
-            found = session.run(_collect(config, root, number, session.pool))
-        drop |= {(e.rollout, e.task_id): private_text(root, e.task_id) for e in found}
-        episodes += found
-    records, tally = [], collections.Counter()
-    for e in episodes:
-        mode = e.labels["mode"] if e.labels else "none"
-        tally[f"asked/{mode}"] += 1
-        if e.s:
-            tally[f"kept/{mode}"] += 1
-            names = drop[e.rollout, e.task_id]
-            records.append(record(e, names, train_failed_turns=c.train_failed_turns))
+        part = workdir / f"episodes_{number}.jsonl"  # a root is played once, also over a stop
+        if part.exists():
+            print(f"collect: {part} is complete, used again")
+            episodes = read_episodes(part).episodes
         else:
-            tally[f"refused/{mode}/{e.end}"] += 1
+            print(f"collect: root {number + 1} of {len(roots)}, {root.path}")
+            with setup.Session(config, root, None) as session:
+                episodes = session.run(_collect(config, root, number, session.pool))
+            write_episodes(part, episodes)
+        asked += len(episodes)
+        for e in episodes:
+            mode = e.labels["mode"] if e.labels else "none"
+            tally[f"asked/{mode}"] += 1
+            if e.s:
+                tally[f"kept/{mode}"] += 1
+                records.append(record(e, private_text(root, e.task_id), train_failed_turns=c.train_failed_turns))
+            else:
+                tally[f"refused/{mode}/{e.end}"] += 1
     if not records:
         raise SageError("collect: no episode passed the judge, so there is nothing to learn from. The counts: " + json.dumps(tally))
     write_dataset(path, records)
     if c.vocab_size:
         train_tokenizer(records, [r["meta"]["names"] for r in records], c.vocab_size).save(workdir / "tokenizer")
-    text = {"episodes": len(episodes), "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
+    text = {"episodes": asked, "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
     temporary = summary.with_suffix(".tmp")
     temporary.write_text(json.dumps(text, indent=1) + "\n")
     temporary.replace(summary)
-    print(f"collect: {len(records)} of {len(episodes)} episodes passed the judge in {text['seconds']} s -> {path}")
+    print(f"collect: {len(records)} of {asked} episodes passed the judge in {text['seconds']} s -> {path}")
     return path
 
 

@@ -28,7 +28,7 @@ from sage_jax.training.collecting import collect
 from sage_jax.training.rl_loop import train
 from sage_jax.world.roots import DataRoot
 
-TRAIN_STEPS_SHOWN = 4  # the last steps' first rollouts are in the report's viewer
+TRAINING_SHOWN = 2000  # training episodes at most in the report's viewer, the last ones; all are in workdir/episodes
 
 
 def run_experiment(config: ConfigDict, workdir: Path, profile: tuple[int, int] | None = None) -> None:
@@ -124,9 +124,15 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
     (workdir / "table.md").write_text(f"{text}\nSeconds of this run:\n{times}\n")
     curves = curves_png(read_metrics(workdir / "metrics.jsonl").rows, config.run.name)
     write_text(workdir / "curves.png", curves)
-    episodes = {f"{a.name} · {a.split}": a.runs[0] for a in arms}
-    last = sorted((workdir / "episodes" / "train").glob("step_*.jsonl"))[-TRAIN_STEPS_SHOWN:]
-    episodes |= {f"training · {path.stem}": read_episodes(path).episodes for path in last}
+    episodes = {f"{a.name} · {a.split}" + (f" · run {i}" if i else ""): run for a in arms for i, run in enumerate(a.runs)}
+    training, held = {}, 0
+    for path in sorted((workdir / "episodes" / "train").glob("step_*.jsonl"), reverse=True):
+        step = read_episodes(path).episodes
+        held += len(step)
+        if held > TRAINING_SHOWN:
+            break
+        training[f"training · {path.stem}"] = step
+    episodes |= dict(reversed(training.items()))
     write_report(
         workdir / "report.html", title=f"{config.run.name} on the {root.kind} root", rows=rows, differences=differences, curves=curves,
         episodes=episodes, config=json.dumps(setup.digest(config), indent=1),

@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from sage_jax.agent.chain import Rollout, run_chains
-from sage_jax.agent.trajectory import TokenRecord
+from sage_jax.agent.trajectory import End, TokenRecord
 from sage_jax.errors import InfrastructureError, SageError
 from sage_jax.report.episodes import write_episodes
 from sage_jax.report.progress import step_bar
@@ -132,17 +132,17 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     rolled = time.monotonic()
 
     # Rewards, and advantages within (chain, position) over the valid rollouts.
-    records = [chain_record(r.episodes, rl.detector) if r.valid else None for r in rollouts]
+    valid = [r.valid and not (a.early_stopped == "drop" and any(e.end is End.EARLY_STOPPED for e in r.episodes)) for r in rollouts]
+    records = [chain_record(r.episodes, rl.detector) if ok else None for r, ok in zip(rollouts, valid)]
     paid = [rewards(rec, rl.reward, rl.no_code_reward) if rec is not None else np.zeros(len(r.tasks)) for rec, r in zip(records, rollouts)]
-    valid = [r.valid for r in rollouts]
     advantages = chain_advantages(paid, [r.chain for r in rollouts], valid, rl.advantage)
-    values = rollout_metrics(rollouts, records, paid, advantages)
+    values = rollout_metrics(rollouts, valid, records, paid, advantages)
     if not any(valid):
         errors = {e.error for r in rollouts for e in r.episodes if e.error}
         raise InfrastructureError(f"step {step}: none of {len(rollouts)} rollouts is a sample. First errors: {sorted(errors)[:3]}")
 
     # One clipped update on the sampled tokens, or several on mini-batches of whole rollouts.
-    samples = _samples(rollouts, advantages)
+    samples = _samples(rollouts, valid, advantages)
     shapes = [RowShape(rl.rows, length) for length in rl.row_tokens]
     mini_batches = split_by_rollout(samples, rl.mini_batches, seed=config.seed + step)
     packed = [pack(part, shapes, normaliser=rl.normaliser, constant=rl.constant) for part in mini_batches]
@@ -161,10 +161,10 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     return state.next_step(), values
 
 
-def _samples(rollouts: list[Rollout], advantages: list[np.ndarray]) -> list[Sample]:
+def _samples(rollouts: list[Rollout], valid: list[bool], advantages: list[np.ndarray]) -> list[Sample]:
     samples = []
-    for rollout, advantage in zip(rollouts, advantages):
-        if not rollout.valid:
+    for rollout, ok, advantage in zip(rollouts, valid, advantages):
+        if not ok:
             continue
         for k, episode in enumerate(rollout.episodes):
             # A prompt that did not fit the context has no tokens: it counts in the denominators and trains nothing.

@@ -13,12 +13,13 @@ import numpy as np
 
 from sage_jax.agent.chain import Rollout
 from sage_jax.agent.trajectory import End
+from sage_jax.rl.advantages import signal_share
 from sage_jax.rl.rewards import ChainRecord
 
 
-def rollout_metrics(rollouts: Sequence[Rollout], records: Sequence[ChainRecord], rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarray]) -> dict[str, float]:
-    """Args run in parallel over the step's rollouts (records of invalid ones are not read)."""
-    valid = [i for i, r in enumerate(rollouts) if r.valid]
+def rollout_metrics(rollouts: Sequence[Rollout], samples: Sequence[bool], records: Sequence[ChainRecord], rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarray]) -> dict[str, float]:
+    """Args run in parallel over the step's rollouts; `samples` says which of them are samples (records of others are not read)."""
+    valid = [i for i, ok in enumerate(samples) if ok]
     episodes = [e for i in valid for e in rollouts[i].episodes]
     m: dict[str, float] = {
         "rollouts/asked": len(rollouts),
@@ -54,9 +55,6 @@ def rollout_metrics(rollouts: Sequence[Rollout], records: Sequence[ChainRecord],
     m["tokens/generated_mean"] = float(np.mean([e.generated for e in episodes]))
     lengths = [len(e.tokens.ids) for e in episodes if e.tokens is not None]
     m["tokens/episode_max"] = max(lengths, default=0)
-    groups: dict[tuple[int, int], list[float]] = {}
-    for i in valid:
-        for k, a in enumerate(advantages[i]):
-            groups.setdefault((rollouts[i].chain, k), []).append(float(a))
-    m["groups/signal_share"] = float(np.mean([any(a != 0.0 for a in g) for g in groups.values()]))
+    places = [(i, k) for i in valid for k in range(len(advantages[i]))]
+    m["groups/signal_share"] = signal_share([advantages[i][k] for i, k in places], [(rollouts[i].chain, k) for i, k in places])
     return m

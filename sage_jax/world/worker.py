@@ -164,7 +164,7 @@ class _World:
 
     def _link(self) -> None:
         """Helpers that are installed as skills themselves, with the same text, are entered as such also when nested."""
-        for name, skill in self.skills.items():
+        for skill in self.skills.values():
             for helper, text in skill.texts.items():
                 other = self.skills.get(helper)
                 if other is not None and other is not skill and other.texts[helper] == text:

@@ -9,7 +9,7 @@ import pytest
 from report_samples import EVIL, RUN, sample_episodes, sample_rows, sample_steps
 
 from sage_jax.report import tables
-from sage_jax.report.curves import curves_png, read_metrics, series, write_curves
+from sage_jax.report.curves import curves_png, read_metrics, series
 from sage_jax.report.html import embed, library_of, report_html, write_report
 
 
@@ -78,7 +78,7 @@ def test_incomplete_rows_say_so_before_the_table():
 
 
 def test_curves_with_all_some_and_no_keys(tmp_path):
-    write_curves(tmp_path / "curves.png", sample_steps(), "Run")
+    (tmp_path / "curves.png").write_bytes(curves_png(sample_steps(), "Run"))
     for rows in ([], [{"step": 1, "reward/mean": float("nan"), "update/gap_max_nats": 0.0, "turns/mean": 2}]):
         assert curves_png(rows).startswith(b"\x89PNG")
     assert (tmp_path / "curves.png").stat().st_size > 30_000

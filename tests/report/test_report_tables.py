@@ -83,11 +83,13 @@ def test_runs_are_averaged_with_their_spread():
     assert math.isnan(tables.score([run("SSS")]).spread["tgc"])
 
 
-def test_breakdown_by_split_and_difficulty():
-    episodes = run("SSS") + [episode("z0", k, False, difficulty=2) for k in (1, 2, 3)] + [episode("y0", k, True, split="test_normal") for k in (1, 2, 3)]
-    rows = {(r.split, r.difficulty): r for r in tables.breakdown([episodes], "SFT")}
-    assert rows["dev", None].tgc == 0.5 and rows["dev", 1].sgc == 1 and rows["dev", 2].sgc == 0
-    assert rows["test_normal", None].tgc == 1 and ("test_normal", 1) not in rows
+def test_breakdown_by_difficulty():
+    episodes = run("SSS") + [episode("z0", k, False, difficulty=2) for k in (1, 2, 3)]
+    rows = {(r.split, r.difficulty): r for r in tables.breakdown([episodes], "SFT", "my ids", asked=6)}
+    assert rows["my ids", None].tgc == 0.5 and rows["my ids", 1].sgc == 1 and rows["my ids", 2].sgc == 0
+    assert all(r.complete for r in rows.values())
+    alone = tables.breakdown([run("SSS")], "SFT", "dev", asked=4)
+    assert len(alone) == 1 and not alone[0].complete
 
 
 def test_a_task_twice_in_a_run_raises():

@@ -7,7 +7,7 @@ import pytest
 
 from sage_jax.skills.extract import extract
 from sage_jax.skills.record import Origin
-from sage_jax.skills.render import fence, head, render
+from sage_jax.skills.render import head, render
 
 
 def words(text):
@@ -81,13 +81,6 @@ def test_head_keeps_the_docstring_as_written():
     assert head(skill) == source.replace("return 1", "...")
     assert head(make("def g(x=1): return x")[0]) == "def g(x=1): ..."
     assert head(make("async def g(): 'doc'; return 2")[0]) == "async def g(): ..."
-
-
-def test_fence_is_longer_than_what_it_holds():
-    code = 'x = """\n```python\n````\n"""'
-    text = fence(code)
-    assert text.startswith("`````python\n") and text.endswith("\n`````") and code in text
-    assert fence("x = 1").startswith("```python\n")
 
 
 def test_unknown_style_raises():

@@ -1,5 +1,6 @@
 """Collect, evaluate and their agreement with the engine's own report, on the real engine."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,10 +11,12 @@ import pytest
 
 from configs import evaluate as evaluate_config
 from configs import sft_tiny
+from sage_jax.agent.trajectory import End
 from sage_jax.errors import ConfigError
 from sage_jax.sft.dataset import read_dataset
-from sage_jax.training import collecting
+from sage_jax.training import arms, collecting, setup
 from sage_jax.training.evaluate_command import evaluate_command
+from sage_jax.training.evaluation import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,19 +50,28 @@ def test_collect_writes_only_what_the_judge_passed(mini_root, tmp_path, capsys):
     assert path.stat().st_mtime_ns == before and "used again" in capsys.readouterr().out
 
 
-def test_our_table_is_the_engines_report(mini_root, tmp_path, capsys):
+def test_our_table_is_the_engines_report(mini_root, tmp_path, monkeypatch):
     """`appworld evaluate` on the folder that an evaluation leaves gives the same TGC and SGC."""
     config = config_for(evaluate_config, mini_root)
     config.collect.modes = {"inline": 1.0}
     config.eval.scenarios = 0
-    evaluate_command(config, tmp_path, split="dev", policy="scripted")
+    tasks = mini_root.task_ids("train")
+    failing = {tasks[0], tasks[1], tasks[5]}  # two tasks of one scenario, one of another
+    whole = setup.scripts
+
+    def scripts(root, task_ids):
+        facts = whole(root, task_ids)
+        return {t: {"script": dataclasses.replace(f["script"], inline="answer = 0") if t in failing else f["script"]} for t, f in facts.items()}
+
+    monkeypatch.setattr(setup, "scripts", scripts)
+    evaluate_command(config, tmp_path, split="train", policy="scripted")
     (row, *_) = json.loads((tmp_path / "summary.json").read_text())
-    assert row["tgc"] == 1.0 and row["sgc"] == 1.0
+    assert row["tgc"] == pytest.approx(1 - 3 / len(tasks)) and row["sgc"] == pytest.approx(1 - 2 / (len(tasks) / 3))
     (experiment,) = [p.name for p in (tmp_path / "experiments" / "outputs").iterdir()]
-    run = [sys.executable, "-m", "appworld.cli", "evaluate", experiment, "dev"]
+    run = [sys.executable, "-m", "appworld.cli", "evaluate", experiment, "train"]
     done = subprocess.run(run, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads((tmp_path / "experiments/outputs" / experiment / "evaluations" / "dev.json").read_text())
+    report = json.loads((tmp_path / "experiments/outputs" / experiment / "evaluations" / "train.json").read_text())
     ours = [100 * row["tgc"], 100 * row["sgc"]]
     assert [report["aggregate"][k] for k in ("task_goal_completion", "scenario_goal_completion")] == pytest.approx(ours, abs=0.06)
 
@@ -71,3 +83,55 @@ def test_wrong_requests_name_the_choices(mini_root, tmp_path):
     config.eval.library = "chains"
     with pytest.raises(ConfigError, match="chain, none, reference"):
         evaluate_command(config, tmp_path / "b", split="dev", policy="scripted")
+
+
+def test_a_file_of_scenarios_is_a_split(mini_root, tmp_path, capsys):
+    config = config_for(evaluate_config, mini_root)
+    scenario, ids = next(iter(mini_root.scenarios("train").items()))
+    (tmp_path / "mine.txt").write_text(f"{scenario}\n")
+    evaluate_command(config, tmp_path / "run", split=str(tmp_path / "mine.txt"), policy="scripted")
+    (row, *_) = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (row["split"], row["tgc"], row["sgc"]) == ("mine", 1.0, 1.0)
+    assert "INCOMPLETE" not in capsys.readouterr().out
+    (tmp_path / "mine.txt").write_text(f"{ids[0]}\n")
+    with pytest.raises(ConfigError, match=r"another measurement.*tasks"):
+        evaluate_command(config, tmp_path / "run", split=str(tmp_path / "mine.txt"), policy="scripted")
+
+
+def test_another_policy_is_not_given_the_first_ones_numbers(mini_root, tmp_path):
+    config = config_for(evaluate_config, mini_root)
+    evaluate_command(config, tmp_path, split="dev", policy="scripted")
+    (tmp_path / "eval" / "scripted").rename(tmp_path / "eval" / "bundled")
+    with pytest.raises(ConfigError, match=r"another measurement.*policy.*another --workdir"):
+        evaluate_command(config, tmp_path, split="dev", policy="bundled")
+
+
+def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tmp_path, monkeypatch):
+    config = config_for(evaluate_config, mini_root)
+    config.eval.scenarios = 2
+    config.eval.keep_outputs = False
+    folder = tmp_path / "eval" / "scripted" / "train"
+    asked = []
+
+    async def stopping(*args, on_scenario, done, **options):
+        asked.append(dict(done))
+        runs = await evaluate(*args, on_scenario=on_scenario, done=done, **options)
+        if len(asked) == 1:
+            lines = (folder / "part0.jsonl").read_text().splitlines(keepends=True)
+            (folder / "part0.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # killed while it wrote the second scenario
+            raise KeyboardInterrupt
+        if len(asked) == 2:
+            runs[0][0].end = End.INFRASTRUCTURE_ERROR
+        return runs
+
+    monkeypatch.setattr(arms, "evaluate", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_command(config, tmp_path, split="train", policy="scripted")
+    evaluate_command(config, tmp_path, split="train", policy="scripted")
+    assert len(asked[0]) == 0 and len(asked[1]) == 1
+    assert not (folder / "arm.json").exists(), "an arm with an infrastructure error is not complete"
+    evaluate_command(config, tmp_path, split="train", policy="scripted")
+    assert (folder / "arm.json").exists() and not list(folder.glob("part*"))
+    assert len(arms.read_arm(folder).runs[0]) == 6
+    evaluate_command(config, tmp_path, split="train", policy="scripted")
+    assert len(asked) == 3, "a complete arm is read"

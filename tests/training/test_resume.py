@@ -1,5 +1,6 @@
 """Killed runs go on as if nothing had happened: every metric but times equals that of an unbroken run."""
 
+import fnmatch
 import json
 import os
 import signal
@@ -8,7 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from configs import sage_demo
+from sage_jax.errors import CheckpointError, ConfigError
+from sage_jax.report.curves import PANELS
+from sage_jax.training import setup
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -74,11 +82,25 @@ def test_a_killed_run_gives_the_metrics_of_an_unbroken_one(mini_root, tmp_path):
     for step, (a, b) in enumerate(zip(want, got, strict=True)):
         assert a == b, f"step {step}: {[(k, a.get(k), b.get(k)) for k in a if a.get(k) != b.get(k)]}"
     assert any(row["update/grad_norm"] > 0 for row in want), "nothing was learned, so nothing was tested"
-    assert "dev" in text
+    assert "evaluate SAGE on dev" in text and all("eval_dev/sgc" in want[i] for i in (1, STEPS - 1)) and "eval_dev/sgc" not in want[0]
+    missing = [p for panel in PANELS for p in (*panel.keys, *panel.right) if not any(fnmatch.fnmatchcase(k, p) for k in want[-1])]
+    assert not missing, f"the curves draw what nothing writes: {missing}"
 
     before = (broken / "policy" / "model.safetensors").read_bytes()
     assert before == (unbroken / "policy" / "model.safetensors").read_bytes()
     assert (broken / "report.html").stat().st_size > 10_000
+
+    config = sage_demo.get_config()
+    final = setup.load_policy(config, source=str(broken / "policy"))
+    for which in ("last", str(STEPS)):
+        kept = setup.load_policy(config, source=str(broken / "checkpoints" / which))
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), kept.params, final.params)
+    best = setup.load_policy(config, source=str(broken / "checkpoints" / "best"))
+    assert best.identity.endswith(("step 2", f"step {STEPS}"))
+    with pytest.raises(CheckpointError, match="no whole checkpoint '77'"):
+        setup.load_policy(config, source=str(broken / "checkpoints" / "77"))
+    with pytest.raises(ConfigError, match=r"is no run of sage_jax.train"):
+        setup.load_policy(config, source=str(tmp_path / "checkpoints" / "last"))
 
 
 @pytest.mark.slow
@@ -97,6 +119,6 @@ def test_ctrl_c_says_how_to_resume(mini_root, tmp_path):
         process.wait(60)
     text = log.read_text()
     assert process.returncode == 130, text[-3000:]
-    assert "python -m sage_jax.train" in text and "Traceback" not in text
+    assert "python -m sage_jax.train --config=" in text and "Traceback" not in text
     left = subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout
     assert not left, "processes of the run are still there"

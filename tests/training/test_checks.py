@@ -1,0 +1,90 @@
+"""Wrong names and impossible combinations raise before anything is built."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from configs import quickstart, sage_demo, sft_tiny
+from sage_jax.agent.chain import Rollout
+from sage_jax.agent.trajectory import End, Episode
+from sage_jax.errors import ConfigError
+from sage_jax.rl.batch import RowShape, pack
+from sage_jax.skills.library import Library
+from sage_jax.train import profile_steps
+from sage_jax.training import checks, rl_loop, setup
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rl.reward", "skills", "skill_integrated, outcome, chain"),
+        ("rl.advantage", "grpo", "mean, loo, std"),
+        ("rl.detector", "name", "called"),
+        ("rl.normaliser", "tokens", "sequence, token, constant"),
+        ("rl.old_logprobs", "old", "recomputed, sampler"),
+        ("rl.group", 0, "at least 1"),
+        ("rl.row_tokens", (64,), "must hold a whole episode"),
+        ("rl.rows", 3, "rl.rows=3 rows.*use a multiple"),
+        ("chain.source", "random", "scenario, similarity"),
+        ("chain.length", 0, "at least 1"),
+        ("optim.schedule", "linear", "constant, cosine"),
+        ("optim.b1", 1.0, "out of range"),
+        ("agent.kind", "agent", "skill"),
+        ("agent.style", "long", "short"),
+        ("agent.skill_style", "signatures", "source, signature"),
+        ("agent.early_stop_share", 1.5, "early_stop"),
+        ("agent.early_stopped", "none", "zero, drop"),
+        ("eval.library", "none at all", "chain, none, reference"),
+        ("eval.greedy", False, "nothing to evaluate"),
+        ("run.name", "SFT", "three different names"),
+        ("sampler.temperature", 0.0, "above 0"),
+        ("sft.save_dtype", "bf16", "bfloat16"),
+        ("sft.normaliser", "constant", "sequence, token"),
+    ],
+)
+def test_wrong_values_raise_at_start(key, value, message):
+    config = quickstart.get_config("from_scratch")
+    config.mesh.fsdp = 2
+    config.agent.early_stop_turn = 2
+    checks.check_train(config)
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ConfigError, match=message):
+        checks.check_train(config)
+
+
+def test_recipes_pass_the_checks():
+    for module, arg in ((sage_demo, None), (sage_demo, "runlocal"), (quickstart, None), (quickstart, "smoke"), (quickstart, "from_scratch,smoke")):
+        checks.check_train(module.get_config(arg))
+    for arg in (None, "runlocal"):
+        config = sft_tiny.get_config(arg)
+        checks.check_collect(config)
+        checks.check_sft(config)
+
+
+def test_a_prompt_that_does_not_fit_raises(mini_root):
+    config = sage_demo.get_config()
+    tokenizer = setup.load_tokenizer(setup.BUNDLED)
+    checks.check_prompts(config, mini_root, "dev", tokenizer)
+    config.agent.style = "full"
+    with pytest.raises(ConfigError, match=r"no room for a response\. Raise sampler\.context"):
+        checks.check_prompts(config, mini_root, "dev", tokenizer)
+
+
+def test_an_episode_without_tokens_counts_and_trains_nothing():
+    """The prompt did not fit the context: nothing was sampled."""
+    episode = Episode(
+        task_id="t_1", scenario_id="t", split="train", difficulty=1, instruction="", rollout="r", position=1, messages=[], turns=[],
+        end=End.CONTEXT_LENGTH, judgement=None, offered=(), verdicts=(), defined=(), tokens=None,
+    )
+    assert episode.valid
+    rollouts = [Rollout(chain=0, index=i, tasks=("t_1",), episodes=[dataclasses.replace(episode)], library=Library()) for i in range(2)]
+    packed = pack(rl_loop._samples(rollouts, [True, True], [np.array([0.5]), np.array([-0.5])]), [RowShape(1, 8)])
+    assert packed.denominator == 2 and packed.trained_tokens == 0 and packed.idle == 2
+
+
+def test_profile_steps():
+    assert profile_steps("") is None and profile_steps("3") == (3, 3) and profile_steps("3:5") == (3, 5)
+    for wrong in ("5:3", "a", "1:b", "-1"):
+        with pytest.raises(ConfigError, match="first:last"):
+            profile_steps(wrong)

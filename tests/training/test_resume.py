@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -101,6 +102,29 @@ def test_a_killed_run_gives_the_metrics_of_an_unbroken_one(mini_root, tmp_path):
         setup.load_policy(config, source=str(broken / "checkpoints" / "77"))
     with pytest.raises(ConfigError, match=r"is no run of sage_jax.train"):
         setup.load_policy(config, source=str(tmp_path / "checkpoints" / "last"))
+
+
+@pytest.mark.soak
+def test_a_series_of_kills(mini_root, tmp_path):
+    """Killed at random times until it is through: the metrics are those of an unbroken run."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    run(unbroken, mini_root.path)
+    draw = random.Random(0)
+    kills = 0
+    while lines(broken) < STEPS or not (broken / "report.html").exists():
+        assert kills < 60, "it does not come through"
+        lifetime = time.monotonic() + draw.uniform(8, 40)
+        done = {}
+
+        def late(workdir, limit=lifetime, done=done):
+            done["finished"] = (workdir / "report.html").exists()
+            return done["finished"] or time.monotonic() > limit
+
+        run(broken, mini_root.path, late)
+        kills += not done["finished"]
+    assert kills >= 3
+    assert metrics(unbroken) == metrics(broken)
+    assert (unbroken / "policy" / "model.safetensors").read_bytes() == (broken / "policy" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -91,6 +91,7 @@ def base() -> ConfigDict:
     c.optim.lr = 1e-4  # 3e-4 takes the tiny policy apart within 10 steps (docs/log.md)
     c.optim.schedule = "constant"  # "constant" or "cosine"
     c.optim.warmup = 3  # updates
+    c.optim.horizon = 0  # updates until the end of the cosine; 0: those of the run
     c.optim.b1 = 0.9
     c.optim.b2 = 0.99
     c.optim.eps = 1e-8

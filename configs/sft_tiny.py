@@ -29,7 +29,7 @@ def get_config(arg=None):
     c.sft.steps = 550
     c.sft.short_steps = 250
     c.sft.batch = 32
-    c.sft.second_steps = 400
+    c.sft.second_steps = 200
     return common.with_arg(c, arg, runlocal=runlocal)
 
 

@@ -47,7 +47,7 @@ def check_train(config: ConfigDict) -> None:
         if value < 1:
             raise ConfigError(f"{name if '.' in name else f'rl.{name}'}={value} must be at least 1")
     make_optimizer(
-        make_schedule(o.schedule, o.lr, o.warmup, rl.steps * rl.epochs * rl.mini_batches),
+        make_schedule(o.schedule, o.lr, o.warmup, o.horizon or rl.steps * rl.epochs * rl.mini_batches),
         b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
     )
     _known("agent.early_stopped", a.early_stopped, EARLY_STOPPED)

@@ -69,7 +69,7 @@ def train(
       SageError: several non-finite updates in a row, or a step without a single valid rollout.
     """
     rl, o = config.rl, config.optim
-    updates = rl.steps * rl.epochs * rl.mini_batches
+    updates = o.horizon or rl.steps * rl.epochs * rl.mini_batches
     tx = make_optimizer(
         make_schedule(o.schedule, o.lr, o.warmup, updates), b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
     )

@@ -36,6 +36,7 @@ class Arm:
     split: str
     runs: list[list[Episode]]
     asked: int
+    indices: tuple[int, ...]  # of the runs: 0 is the greedy one
 
 
 def measure(
@@ -79,14 +80,14 @@ def measure(
         write_text(folder / "arm.json", json.dumps(about) + "\n")
         for file in folder.glob("part*.jsonl"):
             file.unlink()
-    return Arm(name, label, runs, asked)
+    return Arm(name, label, runs, asked, tuple(indices))
 
 
 def read_arm(folder: Path) -> Arm:
     """An arm from its folder."""
     about = json.loads((folder / "arm.json").read_text())
     runs = [list(read_episodes(folder / f"run{i}.jsonl").episodes) for i in about["runs"]]
-    return Arm(about["arm"], about["split"], runs, about["asked"])
+    return Arm(about["arm"], about["split"], runs, about["asked"], tuple(about["runs"]))
 
 
 def split_label(split: str) -> str:

@@ -15,6 +15,7 @@ from sage_jax.agent.trajectory import End
 from sage_jax.errors import ConfigError
 from sage_jax.sft.dataset import read_dataset
 from sage_jax.training import arms, collecting, setup
+from sage_jax.training.comparison import compare
 from sage_jax.training.evaluate_command import evaluate_command
 from sage_jax.training.evaluation import evaluate
 
@@ -135,3 +136,21 @@ def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tm
     assert len(arms.read_arm(folder).runs[0]) == 6
     evaluate_command(config, tmp_path, split="train", policy="scripted")
     assert len(asked) == 3, "a complete arm is read"
+
+
+def test_arms_of_several_runs_are_compared(mini_root, tmp_path):
+    config = config_for(evaluate_config, mini_root)
+    config.eval.runs = 1
+    config.eval.keep_outputs = False
+    for n in (1, 2):
+        evaluate_command(config, tmp_path / str(n), split="dev", policy="scripted")
+    text = compare([f"one={tmp_path}/1/eval/scripted", f"two={tmp_path}/1/eval/scripted", f"two={tmp_path}/2/eval/scripted"], "", ["dev", "train"], ["sgc"])
+    assert "**dev**" in text and "**train**" not in text
+    tasks = len(mini_root.task_ids("dev"))
+    assert f"one, greedy: {tasks}, one, sampled: {tasks}, two, greedy: {2 * tasks}, two, sampled: {2 * tasks}" in text
+    assert "two - one, greedy: SGC % +0.0 [+0.0, +0.0]" in text and "two - one, sampled: SGC %" in text
+    for given, baseline, message in (
+        ([], "", "nothing to compare"), ([f"a={tmp_path}/3"], "", "NAME=FOLDER"), ([f"a={tmp_path}"], "b", "none of the arms"), ([f"a={tmp_path}"], "", "no arm has measured"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            compare(given, baseline, ["dev"], ["sgc"])

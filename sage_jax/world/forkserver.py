@@ -1,20 +1,21 @@
 """The warm parent of all worlds: a process that imported the engine once and forks one child a world or evaluation.
 
 Started as a fresh interpreter (`python -m sage_jax.world.forkserver FD`), never forked from the trainer: no jax, one
-thread, no credentials. The trainer speaks to it over a socket of whole messages (JSON); a request to spawn carries
+thread, no credentials. The process of a world forks a second one for the agent's code (`worker`, `shell`). The trainer speaks to it over a socket of whole messages (JSON); a request to spawn carries
 the child's end of that child's own channel. Each child is the leader of its own session, is killed with the server
 (parent-death signal) and with the trainer (the server sees the socket close, or its parent change), and whatever it
 leaves behind is adopted and killed by the server, also what left the child's process group.
 
-Trainer -> server: {op: start, root, task_id, scratch} {op: spawn, id, role, spec, memory_bytes} + descriptor,
-{op: kill, id}, {op: quit}. Server -> trainer: {event: ready}, {event: failed, error}, {event: spawned, id, pid},
-{event: exit, id, status} with the status as `waitpid` gives it.
+Trainer -> server: {op: start, root, task_id, scratch, off} {op: spawn, id, role, spec, memory_bytes} + descriptor,
+{op: kill, id}, {op: quit}. Server -> trainer: {event: ready, layers} with the layers of isolation, {event: failed, error},
+{event: spawned, id, pid}, {event: exit, id, status} with the status as `waitpid` gives it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import resource
@@ -24,6 +25,9 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
+
+from sage_jax.world import isolation
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MESSAGE_BYTES = 1 << 18
@@ -44,13 +48,14 @@ def main() -> None:
         control.send(json.dumps({"event": "failed", "error": traceback.format_exc()[-4000:]}).encode())
         return
     shutil.rmtree(os.path.join(first["root"], "experiments", "outputs", "warming"), ignore_errors=True)
-    _Server(control, first["scratch"]).serve()
+    _Server(control, first["scratch"], first["off"]).serve()
 
 
 class _Server:
-    def __init__(self, control: socket.socket, scratch: str):
+    def __init__(self, control: socket.socket, scratch: str, off: list[str]):
         self.control = control
         self.scratch = scratch
+        self._plan, self.layers = _plan(scratch, off)
         self.children: dict[int, int] = {}  # pid -> id
         self.trainer = os.getppid()
         self.wake, wake = socket.socketpair()
@@ -63,7 +68,7 @@ class _Server:
 
     def serve(self) -> None:
         """Serves until the trainer is gone or says quit; leaves no process and, on a trainer's death, no file."""
-        self._tell(event="ready")
+        self._tell(event="ready", layers={name: [layer.on, layer.reason] for name, layer in self.layers.items()})
         try:
             while self._serve_once():
                 pass
@@ -111,7 +116,7 @@ class _Server:
             status = 1
             try:
                 self._become_child(server, descriptor, message["memory_bytes"])
-                _live(message["role"], message["spec"], descriptor)
+                _live(message["role"], message["spec"], descriptor, self._plan)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -170,11 +175,39 @@ class _Server:
             self._reap()
 
 
-def _live(role: str, spec: dict, descriptor: int) -> None:
+def _plan(scratch: str, off: list[str]) -> tuple[isolation.Plan, dict[str, isolation.Layer]]:
+    """What the agent's side of every world takes on here; the world's own figures are filled in when it is spawned."""
+    probe = os.path.join(scratch, "agents", "probe")
+    os.makedirs(probe, exist_ok=True)
+    readable = isolation.readable_paths(Path(__file__).resolve().parents[1])
+    # A user id for each world: what no file has and no other world has. Servers of one machine differ by their process id.
+    uid = _FIRST_UID + (os.getpid() % 10_000) * 10_000
+    plan = isolation.Plan(
+        off=(), uid=uid, keep_read_search=os.geteuid() == 0 and not isolation.can_be_read_by(uid, readable), readable=readable, writable=probe,
+        memory_bytes=1 << 28, file_bytes=1 << 24, processes=16,
+    )
+    if os.geteuid() == 0:
+        os.chown(probe, uid, uid)
+    layers = isolation.survey(plan, off)
+    shutil.rmtree(probe)
+    missing = tuple(name for name, layer in layers.items() if not layer.on)
+    return dataclasses.replace(plan, off=missing, uid=None if "uid" in missing else uid), layers
+
+
+_FIRST_UID = 1_000_000_000
+
+
+def _live(role: str, spec: dict, descriptor: int, plan: isolation.Plan) -> None:
     from sage_jax.world import judge, protocol, worker
 
     channel = socket.socket(fileno=descriptor)
     if role == "world":
+        spec["plan"] = dataclasses.asdict(
+            dataclasses.replace(
+                plan, uid=None if plan.uid is None else plan.uid + 1 + spec["slot"], writable=spec["folder"],
+                memory_bytes=spec["memory_bytes"], file_bytes=spec["disk_bytes"], processes=spec["processes"],
+            )
+        )
         worker.run(channel, spec)
         return
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ class Place:
     experiment: str
     task_id: str
     keep: bool
+    agent: str  # the one folder in which the agent's code may write; removed when the world closes
+    slot: int  # a number that no other open world has
 
     @property
     def folder(self) -> Path:
@@ -55,18 +58,24 @@ class Outputs:
                 "'appworld download data' put its 'data' folder."
             )
         self.scratch = Path(tempfile.mkdtemp(prefix="sage-worlds-", dir=_scratch_parent()))
-        os.chmod(self.scratch, 0o700)
+        os.chmod(self.scratch, 0o711)  # other users may pass through to their own folder, and see nothing
         self.view = self.scratch / "view"
         self.home = self.scratch / "home"
+        self.agents = self.scratch / "agents"
         self.kept = Path(kept).absolute() if kept is not None else self.scratch / "kept"
         try:
-            self.home.mkdir()
+            self.home.mkdir(mode=0o700)
+            self.agents.mkdir(mode=0o711)
             _lay_out(self.view, self.data)
             _lay_out(self.kept, self.data)
         except BaseException:
             self.remove()
             raise
+        for folder in (self.view, self.scratch / "kept"):
+            if folder.exists():
+                os.chmod(folder, 0o700)
         self._in_use: set[tuple[str, str]] = set()
+        self._slots: set[int] = set()
         self._serial = 0
 
     def first_task(self) -> str:
@@ -86,7 +95,7 @@ class Outputs:
             raise ConfigError(f"task {task_id!r} is not in {self.data / 'tasks'}")
         if not keep:
             self._serial += 1
-            return Place(str(self.view), f"world{self._serial:07d}", task_id, False)
+            return Place(str(self.view), f"world{self._serial:07d}", task_id, False, *self._agent_folder())
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", experiment) or ".." in experiment.split("/"):
             raise ConfigError(f"experiment name {experiment!r} is no relative path of letters, digits, '_', '-', '.'")
         if "memory" in experiment:
@@ -94,10 +103,17 @@ class Outputs:
         if (experiment, task_id) in self._in_use:
             raise ConfigError(f"task {task_id} is already open in experiment {experiment!r}; give each run its own name")
         self._in_use.add((experiment, task_id))
-        return Place(str(self.kept), experiment, task_id, True)
+        return Place(str(self.kept), experiment, task_id, True, *self._agent_folder())
+
+    def _agent_folder(self) -> tuple[str, int]:
+        slot = next(n for n in itertools.count() if n not in self._slots)
+        self._slots.add(slot)
+        return tempfile.mkdtemp(prefix=f"{slot}-", dir=self.agents), slot
 
     def give_back(self, place: Place) -> None:
-        """Frees the folder; removes it unless it is kept. Blocking."""
+        """Frees the folders; removes those that are not kept. Blocking. Only after the world's processes are gone."""
+        shutil.rmtree(place.agent, ignore_errors=True)
+        self._slots.discard(place.slot)
         if place.keep:
             self._in_use.discard((place.experiment, place.task_id))
         else:

@@ -10,8 +10,8 @@ Whose fault: what the agent's code does to its own process inside `execute` (exi
 step, and `world_lost` where no further step is possible. Everything else that goes wrong raises an
 InfrastructureError, and the pool stays usable: a lost fork server is replaced at the next opening.
 
-What this version does not protect against: the code runs with the rights of the trainer's user. It can read any file
-that this user can, ground truth included, and signal its processes.
+The agent's code runs in a process of its own beside the one that holds the world (`worker`, `shell`), behind the layers of
+`isolation`; `pool.layers` says which are on. Without the file-system layer a pool does not start unless told so.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 
 from sage_jax.errors import ConfigError, JudgeError, WorkerDied, WorkerTimeout, WorldOpenError
 from sage_jax.world import protocol
+from sage_jax.world.isolation import REQUIRED, Layer
 from sage_jax.world.outputs import Outputs, Place
 from sage_jax.world.server import Child, ChildDied, ChildTimeout, ForkServer, describe_status
 from sage_jax.world.types import InstallVerdict, Judgement, StepResult
@@ -41,7 +42,10 @@ class Limits:
     install_s: float = 20.0  # each skill
     evaluate_s: float = 120.0
     close_s: float = 10.0
-    memory_mb: int = 1024  # MiB of private memory on top of what the warm server had
+    memory_mb: int = 1024  # MiB of memory of the code and all its processes, on top of what the warm server had
+    disk_mb: int = 64  # MiB of files in the world's own folder
+    processes: int = 16  # of the code, itself included
+    requests: int = 10_000  # API calls of one step, however made; the engine's own limit is lower and friendlier
     output_chars: int = 100_000  # of one step; head and tail are kept
     open_retries: int = 3
     judge_retries: int = 1
@@ -55,14 +59,19 @@ class WorldPool:
       limits: see Limits.
       outputs: folder for the worlds opened with `keep=True`; None: a temporary one, removed at close.
       max_open: worlds open at once; further openings wait in order.
+      allow_unisolated: start also where the file-system layer cannot be had: the code can then read the ground truth.
+      layers_off: layers of isolation to do without (tests).
     """
 
-    def __init__(self, root: Path, *, limits: Limits, outputs: Path | None, max_open: int):
+    def __init__(
+        self, root: Path, *, limits: Limits, outputs: Path | None, max_open: int, allow_unisolated: bool = False, layers_off: Sequence[str] = ()
+    ):
         if max_open < 1:
             raise ConfigError(f"max_open={max_open}: at least one world must be allowed")
         self.limits = limits
         self.max_open = max_open
         self._root, self._kept = Path(root), outputs
+        self._allow_unisolated, self._layers_off = allow_unisolated, tuple(layers_off)
         self._outputs: Outputs | None = None
         self._server: ForkServer | None = None
         self._worlds: set[PoolWorld] = set()
@@ -89,18 +98,29 @@ class WorldPool:
         """Process of the fork server."""
         return self._server.pid
 
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """Layers of isolation by name: whether each is on, and why not."""
+        return dict(self._server.layers)
+
     async def start(self) -> None:
         """Starts the fork server.
 
         Raises:
-          DataRootError, ConfigError: the folders are not usable.
+          DataRootError, ConfigError: the folders are not usable, or the file-system layer is missing.
           WorldOpenError: the server does not come up.
         """
         if self._outputs is not None:
             raise RuntimeError("the pool was started before")
         self._outputs = Outputs(self._root, self._kept)
         try:
-            await self._live_server()
+            server = await self._live_server()
+            layer = server.layers[REQUIRED]
+            if not layer.on and not self._allow_unisolated:
+                raise ConfigError(
+                    f"this machine has no {REQUIRED} ({layer.reason}), so model-written code could read every file of this user, the ground truth "
+                    "included. Use Linux 5.13 or newer, or accept that with world.allow_unisolated=True; it is named in every report"
+                )
         except BaseException:
             await self.close()
             raise
@@ -147,7 +167,10 @@ class WorldPool:
 
     async def _open_child(self, place: Place) -> Child:
         limits = self.limits
-        spec = {**dataclasses.asdict(place), "output_chars": limits.output_chars}
+        spec = {
+            **dataclasses.asdict(place), "folder": place.agent, "output_chars": limits.output_chars, "memory_bytes": limits.memory_mb << 20,
+            "disk_bytes": limits.disk_mb << 20, "processes": limits.processes, "max_requests": limits.requests,
+        }
         frame_bytes = 12 * limits.output_chars + (1 << 20)  # an escape of JSON takes up to 12 bytes
         reason = ""
         for _ in range(limits.open_retries + 1):
@@ -174,7 +197,7 @@ class WorldPool:
             if self._server is None or self._server.lost:
                 if self._server is not None:
                     await self._server.close(self.limits.close_s)
-                self._server = ForkServer(self._outputs)
+                self._server = ForkServer(self._outputs, self._layers_off)
                 self.server_starts += 1
                 await self._server.start(self.limits.start_s)
             return self._server
@@ -229,12 +252,16 @@ class PoolWorld:
         Raises:
           WorkerDied, WorkerTimeout
         """
-        seconds = self._pool.limits.install_s
+        limits = self._pool.limits
+        seconds = limits.install_s
         texts = [{"id": skill.id, "name": skill.name, "code": skill.code} for skill in skills]
         if not texts:
             return []
-        whole = seconds * len(texts) + self._pool.limits.grace_s
-        reply = await self._call("install", whole, skills=texts, seconds=seconds)
+        whole = seconds * len(texts) + 2 * limits.grace_s
+        reply = await self._call("install", whole, skills=texts, seconds=seconds, grace=limits.grace_s)
+        if "ended" in reply:
+            self._lost = True
+            raise WorkerDied(f"install in the world of task {self.task_id}: {reply['ended']}")
         return [InstallVerdict(skill.id, not reason, reason) for skill, reason in zip(skills, reply["reasons"])]
 
     async def execute(self, code: str) -> StepResult:
@@ -246,45 +273,22 @@ class PoolWorld:
           WorkerDied: the world was gone before, or the fork server was lost with it.
         """
         limits = self._pool.limits
-        self._check_open()
         start = time.perf_counter()
-        try:
-            reply = await self._child.call(
-                {"op": "execute", "code": code, "seconds": limits.execute_s}, limits.execute_s + limits.grace_s
-            )
-            step = StepResult(
-                text=str(reply["text"]),
-                failed=bool(reply["failed"]),
-                completed=bool(reply["completed"]),
-                skill_calls=tuple(str(id) for id in reply["skill_calls"]),
-                dropped=int(reply["dropped"]),
-                seconds=time.perf_counter() - start,
-                limit=reply["limit"],
-            )
-            if self.place.keep:
-                await self._call("save", limits.evaluate_s)
-            return step
-        except ChildTimeout:
-            limit, text = "time", f"Execution timed out after {limits.execute_s:g} seconds, and could not be interrupted."
-        except ChildDied as error:
-            self._lost = True
-            if error.status is None or self._closed:
-                raise WorkerDied(f"world of task {self.task_id}: {error}") from error
-            limit = "signal" if os.WIFSIGNALED(error.status) else "exit"
-            text = f"The code ended its own process: {error}."
-        except (protocol.FrameError, KeyError, TypeError, ValueError):
-            limit, text = "protocol", "The code broke the channel of its own process."
-        self._lost = True
-        self._child.kill()
+        reply = await self._call("execute", limits.execute_s + 2 * limits.grace_s, code=code, seconds=limits.execute_s, grace=limits.grace_s)
+        self._lost = bool(reply["lost"])
+        if reply["outside"]:
+            raise WorkerDied(f"world of task {self.task_id}: {reply['outside']}")
+        if self.place.keep:
+            await self._call("save", limits.evaluate_s)
         return StepResult(
-            text=f"Execution failed. Traceback:\n{text} The environment is lost.",
-            failed=True,
-            completed=False,
-            skill_calls=(),
-            dropped=0,
+            text=reply["text"],
+            failed=reply["failed"],
+            completed=reply["completed"],
+            skill_calls=tuple(reply["skill_calls"]),
+            dropped=reply["dropped"],
             seconds=time.perf_counter() - start,
-            limit=limit,
-            world_lost=True,
+            limit=reply["limit"],
+            world_lost=self._lost,
         )
 
     async def completed(self) -> bool:
@@ -292,18 +296,12 @@ class PoolWorld:
         return (await self._call("completed", self._pool.limits.evaluate_s))["completed"]
 
     async def evaluate(self) -> Judgement:
-        """Saves the state and has it scored in another process.
-
-        A world that its code has ended is scored by what it saved last: with keep the last whole step, else the
-        state in which it was opened.
+        """Saves the state and has it scored in another process. A world whose code has ended itself is scored as it was left.
 
         Raises:
           WorkerDied, WorkerTimeout, JudgeError
         """
-        if not self._lost:
-            await self._call("save", self._pool.limits.evaluate_s)
-        elif self._closed:
-            raise RuntimeError(f"the world of task {self.task_id} is closed")
+        await self._call("save", self._pool.limits.evaluate_s)
         return await self._pool._judge(self.place)
 
     async def close(self) -> None:
@@ -316,16 +314,16 @@ class PoolWorld:
         finally:
             await self._pool._release(self)
 
-    def _check_open(self) -> None:
+    def _check_open(self, operation: str) -> None:
         if self._closed:
             raise RuntimeError(f"the world of task {self.task_id} is closed")
-        if self._lost:
+        if self._lost and operation in ("execute", "install"):
             raise WorkerDied(f"the world of task {self.task_id} was lost in an earlier step")
         if self._child.ended.done():
             raise WorkerDied(f"world of task {self.task_id}: {describe_status(self._child.ended.result())}")
 
     async def _call(self, operation: str, limit_s: float, /, **arguments) -> dict:
-        self._check_open()
+        self._check_open(operation)
         try:
             return await self._child.call({"op": operation, **arguments}, limit_s)
         except ChildTimeout as error:

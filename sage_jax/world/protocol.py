@@ -64,6 +64,32 @@ def _read_exactly(channel: socket.socket, size: int) -> bytes | None:
     return b"".join(parts)
 
 
+class Frames:
+    """Cuts a stream of bytes into frames; for a side that reads what has arrived and never waits for more."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[dict]:
+        """The frames that are whole now.
+
+        Raises:
+          FrameError: a frame longer than `max_bytes` is announced, or a frame is not a JSON object.
+        """
+        self._held += data
+        frames = []
+        while len(self._held) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._held)
+            if size > self._max_bytes:
+                raise FrameError(f"a frame of {size} bytes was announced, at most {self._max_bytes} are taken")
+            if len(self._held) < _LENGTH.size + size:
+                break
+            frames.append(_decode(bytes(self._held[_LENGTH.size : _LENGTH.size + size])))
+            del self._held[: _LENGTH.size + size]
+        return frames
+
+
 async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> dict:
     """The next frame, for the trainer's side.
 

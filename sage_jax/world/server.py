@@ -13,10 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sage_jax.errors import WorldOpenError
 from sage_jax.world import protocol
+from sage_jax.world.isolation import Layer
 from sage_jax.world.outputs import Outputs
 
 _MESSAGE_BYTES = 1 << 18
@@ -110,8 +112,10 @@ class Child:
 class ForkServer:
     """One running fork server. It is never restarted: a lost one is replaced by a new object."""
 
-    def __init__(self, outputs: Outputs):
+    def __init__(self, outputs: Outputs, layers_off: Sequence[str] = ()):
         self._outputs = outputs
+        self._layers_off = list(layers_off)
+        self.layers: dict[str, Layer] = {}  # of isolation, once it is ready
         self._children: dict[int, Child] = {}
         self._next_id = 0
         self._process: subprocess.Popen | None = None
@@ -153,6 +157,7 @@ class ForkServer:
             root=str(self._outputs.view),
             task_id=self._outputs.first_task(),
             scratch=str(self._outputs.scratch),
+            off=self._layers_off,
         )
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), seconds)
@@ -234,6 +239,7 @@ class ForkServer:
                 return
             message = json.loads(data)
             if message["event"] == "ready":
+                self.layers = {name: Layer(*value) for name, value in message["layers"].items()}
                 self._ready.set_result(None)
             elif message["event"] == "failed":
                 self._ready.set_exception(WorldOpenError(f"the fork server could not warm up:\n{message['error']}"))

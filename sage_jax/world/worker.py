@@ -1,39 +1,43 @@
-"""One world in one process: opens it, runs the agent's code in it, reports what happened. Runs in a forked child.
+"""The engine's side of a world: holds the databases, answers API calls, watches the process that runs the agent's code.
 
-The process handles one request at a time, read from the channel to the trainer, and ends when that closes. What is a
-flag here is never read from the text of an observation: whether the engine refused the code, whether it raised,
-whether a limit was hit, which skills were called. What this does not yet protect against: model-written code lives in
-the same interpreter, so it can forge a reply for its own step; scores never depend on one (see `judge`).
+Runs in a child of the fork server. It opens the world with the unchanged engine, forks the agent's side (`shell`), which takes
+on the isolation, and from then on takes requests of the trainer, one at a time. During a step it answers the API
+calls of the agent's side over their channel and enforces what the code cannot enforce on itself: time, memory and disk of all
+its processes, number and kind of requests. Nothing that decides a score is read from the agent's side.
+
+Whose doing an end of the agent's side is: it cannot send itself a signal that kills without being caught (seccomp), so SIGKILL from nobody here
+came from outside and is an infrastructure error; every other end is the agent's doing. Without seccomp, SIGKILL counts as its doing.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import linecache
-import random
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import select
 import signal
 import socket
-from collections.abc import Callable
+import time
+import urllib.parse
 from typing import Any
 
 from appworld.common.path_store import path_store
-from appworld.common.utils import TimeoutError as EngineTimeout
 from appworld.environment import AppWorld
-from IPython.utils.capture import capture_output
 
-from sage_jax.world import judge, protocol
+from sage_jax.world import isolation, judge, protocol, shell
 
-_FAILED = "Execution failed. Traceback:\n"  # how the engine begins the observation of a failed step
-_exec = exec  # while agent code runs, the engine may replace builtins
-_AGAIN = 0.5  # seconds until code that swallowed the interrupt is interrupted again
+_libc = ctypes.CDLL(None, use_errno=True)
+_WATCH_S = 0.1  # between looks at memory and disk of a running step
+_START_S = 30.0  # for the agent's side to take on its isolation
+_exit = os._exit
 
 
 def run(channel: socket.socket, spec: dict[str, Any]) -> None:
-    """Opens the world of `spec` = {root, experiment, task_id, keep, output_chars} and serves it until the end."""
+    """Opens the world of `spec` = {root, experiment, task_id, keep, output_chars, folder, plan, disk_bytes, max_requests} and serves it."""
     try:
-        world = _World(spec)
+        world = _World(channel, spec)
     except Exception as error:
         protocol.send(channel, {"error": f"{type(error).__name__}: {error}"})
         return
@@ -43,244 +47,343 @@ def run(channel: socket.socket, spec: dict[str, Any]) -> None:
         protocol.send(channel, getattr(world, "do_" + operation)(**request))
 
 
+def _now() -> float:
+    """Seconds; the clocks that Python reads stand still here."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+class _Ended(Exception):
+    """The agent's side is gone or was ended. `limit` names what it hit; None: ended from outside."""
+
+    def __init__(self, limit: str | None, text: str):
+        self.limit, self.text = limit, text
+        super().__init__(text)
+
+
 class _World:
-    def __init__(self, spec: dict[str, Any]):
+    def __init__(self, channel: socket.socket, spec: dict[str, Any]):
         path_store.update_root(spec["root"])
-        # Unseeded draws of the agent's code are a function of the task, not of when the server started.
-        random.seed(spec["task_id"])
-        self.output_chars = spec["output_chars"]
+        self.spec = spec
+        self.plan = isolation.Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec["plan"].items()})
         self.world = AppWorld(
             spec["task_id"],
             experiment_name=spec["experiment"],
             load_ground_truth=False,
-            timeout_seconds=None,  # its alarm knows whole seconds only; `_interrupting` sets a finer one
+            timeout_seconds=None,  # its alarm knows whole seconds only; the agent's side sets a finer one
         )
         self.database = self.world.models.supervisor.SQLModel.db.connection
-        self.namespace = self.world.shell.user_ns
-        self.skills: dict[str, _Installed] = {}  # by name
-        self.seconds = 0.0
-        self.recording = False
-        self.calls: dict[str, None] = {}  # ids in the order of their first return in this step
-        self.refused = False
-        self.outcome: Any = None  # the shell's result of the step
-        self.timed_out = False
-        self._hook_engine()
-
-    def _hook_engine(self) -> None:
-        guard, world = self.world.safety_guard, self.world
-        is_syntax_safe, run_cell = guard.is_syntax_safe, world.shell.run_cell
-        self.save = functools.partial(world._save_state, world.output_db_home_path_on_disk)
-        self.save_logs = world.save_logs
-
-        def recorded_guard(code: str) -> tuple[bool, str]:
-            safe, message = is_syntax_safe(code)
-            self.refused = not safe
-            return safe, message
-
-        def recorded_run(code: str) -> Any:
-            self.recording = True
-            try:
-                with _interrupting(self.seconds, self._on_time):
-                    self.outcome = run_cell(code)
-            finally:
-                self.recording = False
-            return self.outcome
-
-        guard.is_syntax_safe = recorded_guard
-        world._shell_run_cell = recorded_run
-        # The engine writes state and logs after every step. The trainer asks for it when somebody will read them, so
-        # that it costs nothing otherwise, and a full disk is not taken for the agent's doing.
-        world._save_state = lambda directory: None
-        world.save_logs = lambda: None
-
-    def _on_time(self) -> None:
-        self.timed_out = True
+        self.apps = {*self.world.task.allowed_apps, "supervisor", "api_docs"} - {"admin"}
+        self.requests: list[dict[str, Any]] = []
+        if self.plan.uid is not None and "uid" not in self.plan.off:
+            os.chown(spec["folder"], self.plan.uid, self.plan.uid)
+        self.agent = _Agent(self)
+        self.agent.start()
 
     # Operations; each returns the reply.
 
-    def do_execute(self, code: str, seconds: float) -> dict[str, Any]:
-        self.seconds, self.refused, self.outcome, self.timed_out = seconds, False, None, False
-        self.calls.clear()
-        raised = None
+    def do_execute(self, code: str, seconds: float, grace: float) -> dict[str, Any]:
+        reply: dict[str, Any] = {"text": "", "dropped": 0, "failed": True, "limit": None, "skill_calls": [], "lost": False, "outside": ""}
         try:
-            text = self.world.execute(code)
-        except BaseException as error:
-            # What the engine lets through: exits, interrupts, and source that Python cannot even take as text.
-            self.world.safety_guard.disable()
-            raised = error
-            text = f"{_FAILED}{type(error).__name__}: {error}"
-            self.world.environment_io.append({"input": code, "output": text})
-        outcome = self.outcome
-        if raised is None and outcome is not None:
-            raised = outcome.error_before_exec or outcome.error_in_exec
-        never_ran = outcome is None and bool(code.strip())
-        text, dropped = _cut(_clean(text), self.output_chars)
-        if self.world.environment_io:
-            entry = self.world.environment_io[-1]
-            entry["input"], entry["output"] = _clean(entry["input"]), text
-        limit = "time" if self.timed_out else "memory" if isinstance(raised, MemoryError) else None
-        return {
-            "text": text,
-            "dropped": dropped,
-            "failed": bool(self.refused or raised is not None or never_ran or self.timed_out),
-            "limit": limit,
-            "completed": judge.is_completed(self.database),
-            "skill_calls": list(self.calls),
-        }
+            said = self._ask({"op": "execute", "code": code, "seconds": seconds}, seconds + grace)
+            reply |= _step(said)
+        except _Ended as end:
+            if end.limit is None:
+                reply["outside"] = end.text
+            reply |= {"limit": end.limit, "text": f"{_FAILED}{end.text} The environment is lost.", "lost": True}
+        reply["completed"] = judge.is_completed(self.database)
+        self.world.environment_io.append({"input": shell.clean(code), "output": reply["text"]})
+        return reply
 
-    def do_install(self, skills: list[dict[str, str]], seconds: float) -> dict[str, Any]:
-        reasons = [self._install(seconds=seconds, **skill) for skill in skills]
-        self._link()
+    def do_install(self, skills: list[dict[str, str]], seconds: float, grace: float) -> dict[str, Any]:
+        try:
+            said = self._ask({"op": "install", "skills": skills, "seconds": seconds}, seconds * len(skills) + grace)
+            reasons = [str(reason) for reason in said["reasons"]]
+            if len(reasons) != len(skills):
+                raise ValueError("not one verdict a skill")
+        except _Ended as end:
+            return {"ended": end.text}
+        except (KeyError, TypeError, ValueError) as error:
+            self.agent.kill()
+            return {"ended": f"its answer was no list of verdicts ({error})"}
         return {"reasons": reasons}
 
     def do_completed(self) -> dict[str, Any]:
         return {"completed": judge.is_completed(self.database)}
 
     def do_save(self) -> dict[str, Any]:
-        self.save()
-        self.save_logs()
+        world = self.world
+        world.requester.request_tracker.requests = self.requests
+        world._save_state(world.output_db_home_path_on_disk)
+        world.save_logs()
         return {}
 
-    # Skills.
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        if self.agent.ended is not None:
+            raise _Ended("ended", "The process that runs the code has ended.")
+        return self.agent.ask(request, seconds)
 
-    def _install(self, id: str, name: str, code: str, seconds: float) -> str:
-        """Defines one skill; returns why not, or "" when it is there. A failing one leaves no trace."""
+    # API calls of the agent's side.
+
+    def serve(self, frame: Any, deadline: float) -> dict[str, Any]:
+        """One request; what does not belong to the apps of this task is refused like an unknown address."""
+        method, url = str(frame["method"]), urllib.parse.urlsplit(str(frame["url"]))
+        headers = [(str(k), str(v)) for k, v in frame["headers"]]
+        body = base64.b64decode(frame["body"])
+        app = urllib.parse.unquote(url.path).lstrip("/").partition("/")[0]
+        if url.netloc != "testserver" or app not in self.apps or ".." in url.path:
+            return {"status": 404, "headers": [], "body": base64.b64encode(b'{"detail":"Not Found"}').decode()}
+        self.requests.append(_logged(method, url, headers, body))
+        with _alarm(deadline):
+            response = self.world.requester.client.request(method, urllib.parse.urlunsplit(url), headers=headers, content=body)
+        return {
+            "status": response.status_code,
+            "headers": [[k, v] for k, v in response.headers.items()],
+            "body": base64.b64encode(response.content).decode("ascii"),
+        }
+
+
+_FAILED = "Execution failed. Traceback:\n"
+
+
+def _step(said: dict[str, Any]) -> dict[str, Any]:
+    """The agent's side's account of a step, in its types; raises _Ended for what is none."""
+    try:
+        return {
+            "text": str(said["text"]),
+            "dropped": int(said["dropped"]),
+            "failed": bool(said["failed"]),
+            "limit": said["limit"] if said["limit"] in ("time", "memory") else None,
+            "skill_calls": [str(id) for id in said["skill_calls"]],
+        }
+    except (KeyError, TypeError, ValueError):
+        raise _Ended("protocol", "The code broke the channel of its own process.") from None
+
+
+class _Agent:
+    """The process on the agent's side, as its parent sees it."""
+
+    def __init__(self, world: _World):
+        self._world = world
+        self.pid = 0
+        self.ended: str | None = None
+
+    def start(self) -> None:
+        """Forks it and waits until its isolation is on.
+
+        Raises:
+          RuntimeError: it could not be.
+        """
+        spec, plan = self._world.spec, self._world.plan
+        self.channel, theirs = socket.socketpair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                isolation.take_on(plan, parent, [theirs.fileno()])
+                shell.run(theirs, self._world.world, spec["folder"], spec["output_chars"])
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    protocol.send(theirs, {"done": {"error": f"{type(error).__name__}: {error}"}})
+            finally:
+                _exit(0)
+        theirs.close()
+        self.channel.setblocking(False)
+        self._frames = protocol.Frames(12 * spec["output_chars"] + (1 << 25))
+        self._handle = os.pidfd_open(self.pid)
         try:
-            texts = _functions(code)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        # Each skill has globals of its own: its helpers are those that it was written with, whatever else is installed
-        # under their names or is defined later.
-        private = _Globals(self.namespace)
-        reason = self._define(name, code, seconds, private)
-        if reason:
-            return reason
-        skill = _Installed(texts, private, self._recorded(private[name], id))
-        self.skills[name] = skill
-        self.namespace[name] = skill.entered
-        for other, value in private.items():  # a prompt shows helpers too, so they can be called
-            self.namespace.setdefault(other, value)
-        return ""
+            said = self._converse(_START_S)
+        except _Ended as end:
+            raise RuntimeError(f"the process for the agent's code did not start: {end.text}") from None
+        if "error" in said:
+            raise RuntimeError(f"the process for the agent's code did not start: {said['error']}")
+        self._at_start = tree_memory(self.pid)
 
-    def _link(self) -> None:
-        """Helpers that are installed as skills themselves, with the same text, are entered as such also when nested."""
-        for skill in self.skills.values():
-            for helper, text in skill.texts.items():
-                other = self.skills.get(helper)
-                if other is not None and other is not skill and other.texts[helper] == text:
-                    skill.globals[helper] = other.entered
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Sends a request and serves API calls until the reply.
 
-    def _define(self, name: str, code: str, seconds: float, private: _Globals) -> str:
-        world = self.world
+        Raises:
+          _Ended: the process is gone, for whatever reason.
+        """
+        deadline = _now() + seconds
+        self._send(request, deadline)
+        return self._converse(seconds, deadline)
+
+    def _converse(self, seconds: float, deadline: float | None = None) -> dict[str, Any]:
+        deadline = _now() + seconds if deadline is None else deadline
+        served, look = 0, _now() + _WATCH_S
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        poll.register(self._handle, select.POLLIN)
+        while True:
+            ready = {number for number, _ in poll.poll(1000 * max(0.0, min(deadline, look) - _now()) + 1)}
+            if self.channel.fileno() in ready:
+                for frame in self._receive():
+                    if isinstance(frame.get("done"), dict):
+                        return frame["done"]
+                    served += 1
+                    if served > self._world.spec["max_requests"]:
+                        self._end("requests", f"The code made more than {self._world.spec['max_requests']} requests in one step.")
+                    self._answer(frame, deadline)
+            elif self._handle in ready:
+                self._reap()
+            now = _now()
+            if now >= deadline:
+                self._end("time", f"Execution timed out after {seconds:g} seconds, and could not be interrupted.")
+            if now >= look:
+                look = now + _WATCH_S
+                self._watch()
+
+    def _receive(self) -> list[dict[str, Any]]:
         try:
-            safe, message = world.safety_guard.is_syntax_safe(code)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        if not safe:
-            return message
-        tracker = world.requester.request_tracker
-        allowed, tracker.max_num_requests = tracker.max_num_requests, 0  # a definition calls no API
-        self.timed_out, error = False, None
-        file = f"<python-input, skill {name}>"  # the engine shows frames of files with such names
-        linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
-        world.safety_guard.enable()
+            data = self.channel.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self._reap()
         try:
-            with capture_output(stdout=True, stderr=True, display=True):
-                with _interrupting(seconds, self._on_time):
-                    _exec(compile(code, file, "exec", dont_inherit=True), private)
-        except BaseException as raised:
-            error = raised
-        finally:
-            world.safety_guard.disable()
-            tracker.max_num_requests = allowed
-        if self.timed_out:
-            return f"defining it took longer than {seconds:g} s"
-        if error is not None:
-            return f"{type(error).__name__}: {error}"
-        if not callable(private.get(name)):
-            return f"the code defines no function {name}"
-        return ""
+            return self._frames.feed(data)
+        except protocol.FrameError:
+            self._end("protocol", "The code broke the channel of its own process.")
 
-    def _recorded(self, function: Callable, id: str) -> Callable:
-        def note() -> None:
-            if self.recording:
-                self.calls.setdefault(id)
+    def _answer(self, frame: dict[str, Any], deadline: float) -> None:
+        try:
+            answer = self._world.serve(frame["api"], deadline)
+        except _Late:
+            self._end("time", "A request was not answered within the time of the step.")
+        except (KeyError, TypeError, ValueError):
+            self._end("protocol", "The code broke the channel of its own process.")
+        self._send(answer, deadline)
 
-        if inspect.iscoroutinefunction(function):
+    def _send(self, message: dict[str, Any], deadline: float) -> None:
+        data = memoryview(protocol.encode(message))
+        while data:
+            try:
+                data = data[self.channel.send(data) :]
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self.channel, select.POLLOUT)
+                if not poll.poll(1000 * max(0.0, deadline - _now())):
+                    self._end("time", "The code did not read what it had asked for.")
+            except OSError:
+                self._reap()
 
-            @functools.wraps(function)
-            async def skill(*arguments: Any, **named: Any) -> Any:
-                result = await function(*arguments, **named)
-                note()
-                return result
-        else:
+    def _watch(self) -> None:
+        plan, spec = self._world.plan, self._world.spec
+        if tree_memory(self.pid, self._at_start) > plan.memory_bytes:
+            self._end("memory", f"The code and its processes took more than {plan.memory_bytes >> 20} MiB of memory.")
+        if folder_bytes(spec["folder"]) > spec["disk_bytes"]:
+            self._end("disk", f"The code wrote more than {spec['disk_bytes'] >> 20} MiB of files.")
 
-            @functools.wraps(function)
-            def skill(*arguments: Any, **named: Any) -> Any:
-                result = function(*arguments, **named)
-                note()
-                return result
+    def kill(self) -> None:
+        """Ends it and all of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
-        return skill
+    def _end(self, limit: str, text: str) -> Any:
+        self.kill()
+        self._wait()
+        self.ended = text
+        raise _Ended(limit, text)
+
+    def _wait(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._handle)
+        self.channel.close()
+        return status
+
+    def _reap(self) -> Any:
+        """Its channel closed, or it ended: says how."""
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        if not poll.poll(200):  # it closed its channel and lives on
+            self._end("protocol", "The code broke the channel of its own process.")
+        self.kill()  # what it left in its session
+        status = self._wait()
+        text = f"The code ended its own process: {_describe(status)}."
+        self.ended = text
+        by_kill = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if by_kill and "seccomp" not in self._world.plan.off:
+            raise _Ended(None, "the process of the agent's code was killed from outside")
+        raise _Ended("signal" if os.WIFSIGNALED(status) else "exit", text)
 
 
-class _Globals(dict):
-    """Globals of one skill: what it does not define itself is looked up in the shell's namespace, at each use."""
-
-    def __init__(self, namespace: dict[str, Any]):
-        super().__init__(__name__="__main__")
-        self.namespace = namespace
-
-    def __missing__(self, name: str) -> Any:
-        return self.namespace[name]
+def _describe(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"ended by signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with code {os.WEXITSTATUS(status)}"
 
 
-class _Installed:
-    """An installed skill: the texts of its top-level functions, its globals, and what a call of its name enters."""
-
-    def __init__(self, texts: dict[str, str], globals: _Globals, entered: Callable):
-        self.texts, self.globals, self.entered = texts, globals, entered
+class _Late(BaseException):
+    """An API call took longer than the step had left."""
 
 
-def _functions(code: str) -> dict[str, str]:
-    """Normalised text of each top-level function of a skill's code, by name."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {node.name: ast.dump(node) for node in ast.parse(code).body if isinstance(node, kinds)}
+class _alarm:
+    """Raises _Late in the main thread at the deadline: an app can be made to compute for ever (a pattern, a huge page)."""
 
-
-class _interrupting:
-    """Raises the engine's own timeout in the main thread after `seconds` of real time, and again until left.
-
-    The timer of the kernel runs on although the clocks that Python reads stand still.
-    """
-
-    def __init__(self, seconds: float, on_time: Callable[[], None]):
-        self.seconds, self.on_time = seconds, on_time
+    def __init__(self, deadline: float):
+        self.seconds = max(0.001, deadline - _now())
 
     def __enter__(self) -> None:
-        def interrupt(number: int, frame: Any) -> None:
-            self.on_time()
-            raise EngineTimeout(f"Function run_cell execution timed out after {self.seconds:g} seconds.")
+        def late(number: int, frame: Any) -> None:
+            raise _Late
 
-        signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds, _AGAIN)
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
 
     def __exit__(self, *error: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _clean(text: Any) -> str:
-    """A str that encodes to UTF-8: lone surrogates become their escapes."""
-    if not isinstance(text, str):
-        text = str(text)
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _logged(method: str, url: urllib.parse.SplitResult, headers: list[tuple[str, str]], body: bytes) -> dict[str, Any]:
+    """A request as the engine logs it: method, path, and what was passed."""
+    data: Any = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+    if body:
+        try:
+            data |= json.loads(body)
+        except (ValueError, TypeError):
+            data |= dict(urllib.parse.parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
+    for name, value in headers:
+        if name.lower() == "authorization":
+            data["access_token"] = value.removeprefix("Bearer ")
+    return {"method": method.lower(), "url": url.path, "data": data}
 
 
-def _cut(text: str, limit: int) -> tuple[str, int]:
-    """Head and tail of a text that is longer than `limit` characters, and how many are missing between them."""
-    if len(text) <= limit:
-        return text, 0
-    head = limit // 2
-    tail = limit - head
-    dropped = len(text) - limit
-    return f"{text[:head]}\n[{dropped} characters dropped here]\n{text[-tail:] if tail else ''}", dropped
+def tree_memory(pid: int, each: int = 0) -> int:
+    """Bytes of anonymous memory that a process and its descendants hold, beyond `each` bytes that every one of them inherited."""
+    total = 0
+    for one in _descendants(pid):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{one}/statm") as statm:
+                _, resident, shared, *_ = map(int, statm.read().split())
+            total += max(0, (resident - shared) * _PAGE - each)
+    return total
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _descendants(pid: int) -> list[int]:
+    found, open_ones = [], [pid]
+    while open_ones and len(found) < 10_000:
+        one = open_ones.pop()
+        found.append(one)
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{one}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{one}/task/{thread}/children") as children:
+                    open_ones += map(int, children.read().split())
+    return found
+
+
+def folder_bytes(folder: str) -> int:
+    """Bytes of the files below a folder, as the disk counts them."""
+    total, open_ones = 0, [folder]
+    while open_ones:
+        with contextlib.suppress(OSError), os.scandir(open_ones.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        open_ones.append(entry.path)
+    return total

@@ -1,0 +1,447 @@
+"""What the process that runs model-written code may not do, as layers; each is on, or off with a reason.
+
+The layers, in the order in which a child takes them on (nothing of this can be undone by the child):
+
+  session      a session and process group of its own; dies with its parent
+  descriptors  no descriptor but its one channel; standard streams are /dev/null
+  environment  no variable of the trainer's but the few that the fork server was given
+  limits       private memory, address space, file size, open files, processes, no core dump
+  uid          as root: a user id that no file or process has, without capabilities (see READ_SEARCH below)
+  privileges   no new privileges, not traceable, no dump
+  landlock     files: reads the interpreter and the packages without this project's own, writes its own folder, runs no program;
+               no TCP; no signal and no abstract socket out of the sandbox
+  seccomp      no sockets, no signals but to itself and none that cannot be caught, no tracing, no namespaces, no mounts, no programs,
+               no System V memory, no memfd; without `uid` no change of modes, owners, times
+
+`uid` and Landlock overlap on purpose: Landlock lets stat, chmod and utime through and RLIMIT_NPROC does not bind root, which the uid closes;
+the uid alone would let the child read what all users may read. Where the interpreter lies in a folder that other users cannot enter
+(/root), the child keeps the one capability CAP_DAC_READ_SEARCH, and only under Landlock, whose rules still hold.
+
+Sources: landlock(7), seccomp(2), prctl(2), capabilities(7), getrlimit(2). System calls go through ctypes: no package for Landlock
+is kept up. Runs in the fork server and its children; imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+LAYERS = ("session", "descriptors", "environment", "limits", "uid", "privileges", "landlock", "seccomp")
+REQUIRED = "landlock"  # the file-system layer: without it a world can read the ground truth
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 22, 38
+
+
+class IsolationError(OSError):
+    """A layer could not be taken on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Whether a layer is on, and if not, why."""
+
+    on: bool
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one child takes on. Plain data, made by the fork server.
+
+    off: layers that are left out. uid: its user and group id; None without the layer. keep_read_search: see the module's text.
+    readable: files and folders that it may read. writable: its own folder. memory_bytes: private memory on top of what it has when it begins.
+    """
+
+    off: tuple[str, ...]
+    uid: int | None
+    keep_read_search: bool
+    readable: tuple[str, ...]
+    writable: str
+    memory_bytes: int
+    file_bytes: int
+    processes: int
+    open_files: int = 128
+
+
+def readable_paths(project: Path) -> tuple[str, ...]:
+    """The interpreter, its library and the installed packages, without `project` (our own sources, from which a mini world's
+    solutions could be made again), and what the C library reads."""
+    paths: list[str] = []
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        folder = Path(sysconfig.get_path(name)).resolve()
+        paths += _without(folder, project)
+    paths += [str(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix) if (Path(p) / "pyvenv.cfg").exists() for p in (f"{p}/pyvenv.cfg",)]
+    paths += [str(Path(sys.executable).resolve())]
+    paths += [p for p in ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache", "/etc/mime.types") if os.path.exists(p)]
+    paths += [p for p in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random") if os.path.exists(p)]
+    return tuple(dict.fromkeys(paths))
+
+
+def _without(folder: Path, project: Path) -> list[str]:
+    """The folder, or its entries one by one where `project` or an installed copy of it lies inside."""
+    if not folder.is_dir():
+        return []
+    name = project.name
+    inside = folder in project.parents or any(p.name.startswith(name) for p in folder.iterdir())
+    if not inside:
+        return [str(folder)]
+    return [str(p) for p in folder.iterdir() if not p.name.startswith((name, f"__editable__.{name}")) and p.resolve() not in (project, *project.parents)]
+
+
+def take_on(plan: Plan, parent: int, keep: Iterable[int]) -> None:
+    """Takes on every layer of the plan, in this process, which must have one thread.
+
+    Args:
+      parent: process id that this child must still have as its parent.
+      keep: descriptors that stay open.
+
+    Raises:
+      IsolationError: naming the layer; the process must end then.
+    """
+    off = plan.off
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    _close_others(set(keep))
+    if "limits" not in off:
+        _limits(plan)
+    if "uid" not in off and plan.uid is not None:
+        _change_user(plan.uid, plan.keep_read_search and "landlock" not in off)
+    _prctl("privileges", _PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
+    if os.getppid() != parent:
+        os._exit(1)
+    if "privileges" not in off:
+        _prctl("privileges", _PR_SET_DUMPABLE, 0)
+    if not {"privileges", "landlock", "seccomp"} <= set(off):
+        _prctl("privileges", _PR_SET_NO_NEW_PRIVS, 1)
+    if "landlock" not in off:
+        _landlock(plan.readable, plan.writable)
+    if "seccomp" not in off:
+        _seccomp(guard_attributes="uid" in off or plan.uid is None)
+
+
+def _prctl(layer: str, option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise _failed(layer, f"prctl({option})")
+
+
+def _failed(layer: str, call: str) -> IsolationError:
+    number = ctypes.get_errno()
+    return IsolationError(number, f"{layer}: {call}: {os.strerror(number)}")
+
+
+def _close_others(keep: set[int]) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    start = 3
+    for number in sorted(keep):
+        os.closerange(start, number)
+        start = number + 1
+    os.closerange(start, 1 << 16)
+
+
+def _limits(plan: Plan) -> None:
+    data, size = _memory()
+    wanted = {
+        resource.RLIMIT_DATA: data + plan.memory_bytes,
+        resource.RLIMIT_AS: size + 2 * plan.memory_bytes,
+        resource.RLIMIT_FSIZE: plan.file_bytes,
+        resource.RLIMIT_NOFILE: plan.open_files,
+        resource.RLIMIT_NPROC: plan.processes,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    for kind, value in wanted.items():
+        _, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _memory() -> tuple[int, int]:
+    """(private writable memory, address space) of this process, in bytes: what RLIMIT_DATA and RLIMIT_AS bound."""
+    found = {}
+    with open("/proc/self/status") as status:
+        for line in status:
+            name, _, rest = line.partition(":")
+            if name in ("VmData", "VmSize"):
+                found[name] = int(rest.split()[0]) * 1024
+    return found["VmData"], found["VmSize"]
+
+
+_CAP_DAC_READ_SEARCH = 2
+_CAP_VERSION_3 = 0x20080522
+
+
+def _change_user(uid: int, keep_read_search: bool) -> None:
+    if keep_read_search:
+        _prctl("uid", _PR_SET_KEEPCAPS, 1)
+    try:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError as error:
+        raise IsolationError(error.errno, f"uid: {error}") from error
+    if keep_read_search:
+        header = struct.pack("=Ii", _CAP_VERSION_3, 0)
+        bit = 1 << _CAP_DAC_READ_SEARCH
+        data = struct.pack("=6I", bit, bit, 0, 0, 0, 0)  # effective, permitted, inheritable; low and high words
+        if _libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(data)):
+            raise _failed("uid", "capset")
+
+
+# Landlock.
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on all architectures
+_READ_FILE, _READ_DIR, _WRITE_FILE, _IOCTL_DEV = 1 << 2, 1 << 3, 1 << 1, 1 << 15
+_TRUNCATE = 1 << 14
+_FILE_ONLY = (1 << 0) | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
+
+
+def landlock_version() -> int:
+    """The kernel's Landlock ABI; 0 where there is none."""
+    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+
+
+def _handled(version: int) -> int:
+    rights = (1 << 13) - 1
+    for since, bit in ((2, 1 << 13), (3, _TRUNCATE), (5, _IOCTL_DEV)):
+        rights |= bit if version >= since else 0
+    return rights
+
+
+def _landlock(readable: Iterable[str], writable: str) -> None:
+    version = landlock_version()
+    if version < 1:
+        raise _failed("landlock", "landlock_create_ruleset")
+    rights = _handled(version)
+    fields = [rights, 0b11, 0b11][: 1 if version < 4 else 2 if version < 6 else 3]
+    attributes = struct.pack(f"={len(fields)}Q", *fields)
+    ruleset = _libc.syscall(_CREATE_RULESET, ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), 0)
+    if ruleset < 0:
+        raise _failed("landlock", "landlock_create_ruleset")
+    try:
+        for path in readable:
+            allowed = _READ_FILE | _READ_DIR
+            if path.startswith("/dev/"):
+                allowed = _READ_FILE | _WRITE_FILE
+            _allow(ruleset, path, allowed & rights)
+        # Everything in its own folder but programs, devices and sockets.
+        own = rights & ~((1 << 0) | (1 << 6) | (1 << 9) | (1 << 11) | _IOCTL_DEV)
+        _allow(ruleset, writable, own)
+        if _libc.syscall(_RESTRICT_SELF, ruleset, 0):
+            raise _failed("landlock", "landlock_restrict_self")
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        at = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # a package that was removed since the list was made
+    try:
+        if not os.path.isdir(path):
+            rights &= _FILE_ONLY
+        rule = struct.pack("=Qi", rights, at)
+        if _libc.syscall(_ADD_RULE, ruleset, 1, ctypes.c_char_p(rule), 0):
+            raise _failed("landlock", f"landlock_add_rule {path}")
+    finally:
+        os.close(at)
+
+
+# seccomp: a classic BPF program over (number, architecture, arguments) of a system call.
+
+# name: (x86-64, aarch64); None where the architecture has no such call.
+_CALLS: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "setns": (308, 268), "unshare": (272, 97), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "userfaultfd": (323, 282), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "mknod": (133, None), "mknodat": (259, 33), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116),
+    "personality": (135, 92), "fanotify_init": (300, 262), "execve": (59, 221), "execveat": (322, 281), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "prlimit64": (302, 261),
+}  # fmt: skip
+_ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+}  # fmt: skip
+_KILL, _TGKILL, _CLONE, _CLONE3 = (62, 129), (234, 131), (56, 220), (435, 435)
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW* of clone(2)
+_LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_EPERM, _ENOSYS = 1, 38
+_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets; arguments are 8 bytes each, low word first
+
+
+def seccomp_program(pid: int, *, guard_attributes: bool, machine: str) -> bytes:
+    """The filter as an array of sock_filter, for a process `pid` that may send signals to itself alone.
+
+    Raises:
+      IsolationError: for an architecture whose numbers are not known.
+    """
+    if machine not in _ARCHITECTURES:
+        raise IsolationError(_ENOSYS, f"seccomp: system call numbers of {machine} are not known; known: {', '.join(_ARCHITECTURES)}")
+    column, arch = _ARCHITECTURES[machine]
+    refused = {**_CALLS, **(_ATTRIBUTES if guard_attributes else {})}
+    numbers = [n[column] for n in refused.values() if n[column] is not None]
+    deny, missing = _ERRNO | _EPERM, _ERRNO | _ENOSYS
+    code: list[tuple[int, int, int, int]] = [
+        (_LOAD, 0, 0, _ARCH),
+        (_JUMP_EQUAL, 1, 0, arch),
+        (_RETURN, 0, 0, deny),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_AT_LEAST, 0, 1, 0x40000000),  # the x32 numbers
+        (_RETURN, 0, 0, missing),
+        (_JUMP_EQUAL, 0, 1, _CLONE3[column]),  # its flags cannot be seen from here; the C library falls back to clone
+        (_RETURN, 0, 0, missing),
+    ]
+    for number in numbers:
+        code += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, deny)]
+    for number, signal_at in ((_KILL[column], 1), (_TGKILL[column], 2)):
+        code += [
+            (_JUMP_EQUAL, 0, 7, number),
+            (_LOAD, 0, 0, _ARGUMENT),
+            (_JUMP_EQUAL, 0, 4, pid),
+            (_LOAD, 0, 0, _ARGUMENT + 8 * signal_at),
+            (_JUMP_EQUAL, 2, 0, signal.SIGKILL),
+            (_JUMP_EQUAL, 1, 0, signal.SIGSTOP),
+            (_RETURN, 0, 0, _ALLOW),
+            (_RETURN, 0, 0, deny),
+        ]
+    code += [
+        (_JUMP_EQUAL, 0, 3, _CLONE[column]),
+        (_LOAD, 0, 0, _ARGUMENT),
+        (_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES),
+        (_RETURN, 0, 0, deny),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *line) for line in code)
+
+
+def _seccomp(*, guard_attributes: bool) -> None:
+    program = seccomp_program(os.getpid(), guard_attributes=guard_attributes, machine=platform.machine())
+    buffer = ctypes.create_string_buffer(program)
+
+    class Filter(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+    filter = Filter(len(program) // 8, ctypes.addressof(buffer))
+    if _libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(filter), 0, 0):
+        raise _failed("seccomp", "prctl(PR_SET_SECCOMP)")
+
+
+# Finding out what this machine can do.
+
+
+def survey(plan: Plan, forced_off: Iterable[str] = ()) -> dict[str, Layer]:
+    """Tries every layer in a child of this process and says which are on, each shown by its effect.
+
+    Args:
+      plan: what a child would take on; `off` and `uid` are decided here.
+      forced_off: layers to be taken as not there (tests).
+    """
+    forced = set(forced_off)
+    found = {name: Layer(True) for name in LAYERS}
+    for name in forced:
+        found[name] = Layer(False, "switched off")
+    if os.geteuid() != 0:
+        found["uid"] = Layer(False, "needs root; files and processes of this user are guarded by landlock and seccomp alone")
+    for name in ("uid", "landlock", "seccomp"):
+        if found[name].on:
+            others = tuple(x for x in LAYERS if x != name and x not in ("session", "descriptors", "limits", "privileges"))
+            reason = _in_child(dataclasses.replace(plan, off=others), _EFFECTS[name])
+            if reason:
+                found[name] = Layer(False, reason)
+    return found
+
+
+def _in_child(plan: Plan, effect) -> str:
+    """"" if a child with this plan shows the effect, else why not."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        text = "the child ended early"
+        try:
+            take_on(plan, parent, [writing])
+            text = effect(plan)
+        except BaseException as error:
+            text = str(error) or type(error).__name__
+        finally:
+            os.write(writing, text.encode()[:2000])
+            os._exit(0)
+    os.close(writing)
+    text = b""
+    while part := os.read(reading, 4096):
+        text += part
+    os.close(reading)
+    os.waitpid(pid, 0)
+    return text.decode(errors="replace")
+
+
+def _uid_effect(plan: Plan) -> str:
+    return "" if os.getuid() == plan.uid else f"still user {os.getuid()}"
+
+
+def _landlock_effect(plan: Plan) -> str:
+    for path in ("/etc/hostname", "/proc/self/status", "/"):
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except PermissionError:
+            continue
+        except FileNotFoundError:
+            continue
+        return f"{path} can still be opened"
+    (Path(plan.writable) / "probe").write_text("x")
+    (Path(plan.writable) / "probe").unlink()
+    return ""
+
+
+def _seccomp_effect(plan: Plan) -> str:
+    try:
+        socket.socket().close()
+    except PermissionError:
+        return ""
+    return "a socket can still be made"
+
+
+_EFFECTS = {"uid": _uid_effect, "landlock": _landlock_effect, "seccomp": _seccomp_effect}
+
+
+def can_be_read_by(uid: int, paths: Iterable[str]) -> bool:
+    """Whether another user gets to all of these paths by their modes alone."""
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            ok = all(os.access(p, os.R_OK) for p in paths)
+        finally:
+            os._exit(0 if ok else 1)
+    return os.waitpid(pid, 0)[1] == 0

@@ -204,7 +204,7 @@ def _live(role: str, spec: dict, descriptor: int, plan: isolation.Plan) -> None:
     if role == "world":
         spec["plan"] = dataclasses.asdict(
             dataclasses.replace(
-                plan, uid=None if plan.uid is None else plan.uid + 1 + spec["slot"], writable=spec["folder"],
+                plan, uid=None if plan.uid is None else plan.uid + 1 + spec["slot"], writable=spec["agent"],
                 memory_bytes=spec["memory_bytes"], file_bytes=spec["disk_bytes"], processes=spec["processes"],
             )
         )

@@ -34,12 +34,18 @@ class Place:
     experiment: str
     task_id: str
     keep: bool
-    agent: str  # the one folder in which the agent's code may write; removed when the world closes
+    agent: str  # the one folder in which the agent's code (and that of copies) may write; removed when the world closes
     slot: int  # a number that no other open world has
+    copy: int = 0  # 0: opened; else a number of its own
 
     @property
     def folder(self) -> Path:
         return Path(self.root) / "experiments" / "outputs" / self.experiment / "tasks" / self.task_id
+
+    @property
+    def agent_folder(self) -> Path:
+        """Where the agent's code of this world begins."""
+        return Path(self.agent) / str(self.copy)
 
 
 class Outputs:
@@ -105,6 +111,11 @@ class Outputs:
         self._in_use.add((experiment, task_id))
         return Place(str(self.kept), experiment, task_id, True, *self._agent_folder())
 
+    def take_copy(self, place: Place) -> Place:
+        """A folder for a copy of an open world, whose files of the agent lie beside the original's."""
+        self._serial += 1
+        return dataclasses.replace(place, root=str(self.view), experiment=f"world{self._serial:07d}", keep=False, copy=self._serial)
+
     def _agent_folder(self) -> tuple[str, int]:
         slot = next(n for n in itertools.count() if n not in self._slots)
         self._slots.add(slot)
@@ -112,8 +123,9 @@ class Outputs:
 
     def give_back(self, place: Place) -> None:
         """Frees the folders; removes those that are not kept. Blocking. Only after the world's processes are gone."""
-        shutil.rmtree(place.agent, ignore_errors=True)
-        self._slots.discard(place.slot)
+        shutil.rmtree(place.agent_folder if place.copy else place.agent, ignore_errors=True)
+        if not place.copy:
+            self._slots.discard(place.slot)
         if place.keep:
             self._in_use.discard((place.experiment, place.task_id))
         else:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from sage_jax.errors import ConfigError, JudgeError, WorkerDied, WorkerTimeout, 
 from sage_jax.world import protocol
 from sage_jax.world.isolation import REQUIRED, Layer
 from sage_jax.world.outputs import Outputs, Place
-from sage_jax.world.server import Child, ChildDied, ChildTimeout, ForkServer, describe_status
+from sage_jax.world.server import Child, ChildDied, ChildTimeout, Copy, ForkServer, describe_status
 from sage_jax.world.types import InstallVerdict, Judgement, StepResult
 
 
@@ -59,12 +60,14 @@ class WorldPool:
       limits: see Limits.
       outputs: folder for the worlds opened with `keep=True`; None: a temporary one, removed at close.
       max_open: worlds open at once; further openings wait in order.
+      max_copies: copies (`PoolWorld.fork`) open at once; 0: as many as worlds.
       allow_unisolated: start also where the file-system layer cannot be had: the code can then read the ground truth.
       layers_off: layers of isolation to do without (tests).
     """
 
     def __init__(
-        self, root: Path, *, limits: Limits, outputs: Path | None, max_open: int, allow_unisolated: bool = False, layers_off: Sequence[str] = ()
+        self, root: Path, *, limits: Limits, outputs: Path | None, max_open: int, max_copies: int = 0, allow_unisolated: bool = False,
+        layers_off: Sequence[str] = (),
     ):
         if max_open < 1:
             raise ConfigError(f"max_open={max_open}: at least one world must be allowed")
@@ -76,6 +79,7 @@ class WorldPool:
         self._server: ForkServer | None = None
         self._worlds: set[PoolWorld] = set()
         self._slots = asyncio.Semaphore(max_open)
+        self._copy_slots = asyncio.Semaphore(max_copies or max_open)
         self._judges = asyncio.Semaphore(max(1, min(max_open, os.cpu_count() or 1)))
         self._restarting = asyncio.Lock()
         self._closed = False
@@ -168,7 +172,7 @@ class WorldPool:
     async def _open_child(self, place: Place) -> Child:
         limits = self.limits
         spec = {
-            **dataclasses.asdict(place), "folder": place.agent, "output_chars": limits.output_chars, "memory_bytes": limits.memory_mb << 20,
+            **dataclasses.asdict(place), "folder": str(place.agent_folder), "output_chars": limits.output_chars, "memory_bytes": limits.memory_mb << 20,
             "disk_bytes": limits.disk_mb << 20, "processes": limits.processes, "max_requests": limits.requests,
         }
         frame_bytes = 12 * limits.output_chars + (1 << 20)  # an escape of JSON takes up to 12 bytes
@@ -228,16 +232,17 @@ class WorldPool:
     async def _release(self, world: PoolWorld) -> None:
         self._worlds.discard(world)
         await asyncio.to_thread(self._outputs.give_back, world.place)
-        self._slots.release()
+        (self._copy_slots if world.place.copy else self._slots).release()
 
 
 class PoolWorld:
     """One open world (`World` of `types`). One call at a time."""
 
-    def __init__(self, pool: WorldPool, place: Place, child: Child):
+    def __init__(self, pool: WorldPool, place: Place, child: Child | Copy, original: PoolWorld | None = None):
         self.task_id = place.task_id
         self.place = place
-        self._pool, self._child = pool, child
+        self._pool, self._child, self._original = pool, child, original
+        self._copies: set[PoolWorld] = set()
         self._lost = False
         self._closed = False
 
@@ -304,15 +309,64 @@ class PoolWorld:
         await self._call("save", self._pool.limits.evaluate_s)
         return await self._pool._judge(self.place)
 
+    async def fork(self) -> PoolWorld:
+        """A copy of the world as it is now, copy-on-write: to try things without consequence.
+
+        What is done in the copy changes neither this world nor what is scored of it, and the other way round. It has the
+        variables, the skills and the files of this one; threads that the code has started are not in it. Outputs are not kept.
+        A copy is closed like any world; the processes of this world stay until its copies are closed. At most
+        `max_copies` are open in a pool; further ones wait.
+
+        Raises:
+          WorkerDied, WorkerTimeout: this world is lost.
+        """
+        self._check_open("execute")
+        pool = self._pool
+        await pool._copy_slots.acquire()
+        ours, theirs = socket.socketpair()
+        copy: Copy | None = None
+        place = pool._outputs.take_copy(self.place)
+        try:
+            spec = {"experiment": place.experiment, "folder": str(place.agent_folder), "keep": False}
+            with theirs:
+                reply = await self._call("fork", pool.limits.open_s, _descriptor=theirs.fileno(), spec=spec, grace=pool.limits.grace_s)
+            if "ended" in reply:
+                raise WorkerDied(f"fork of the world of task {self.task_id}: {reply['ended']}")
+            copy = Copy(reply["pid"], self._child.frame_bytes)
+            await copy.connect(ours)
+            await copy.call(None, pool.limits.open_s)
+        except BaseException as error:
+            if copy is not None:
+                await copy.end(pool.limits.close_s)
+            ours.close()
+            pool._copy_slots.release()
+            await asyncio.to_thread(pool._outputs.give_back, place)
+            if isinstance(error, ChildDied | ChildTimeout):
+                raise WorkerDied(f"fork of the world of task {self.task_id}: {error}") from error
+            raise
+        world = PoolWorld(pool, place, copy, self)
+        self._copies.add(world)
+        pool._worlds.add(world)
+        return world
+
     async def close(self) -> None:
-        """Ends the process and frees the place. Harmless when done twice."""
+        """Ends the processes and frees the place; while copies are open, they stay. Harmless when done twice."""
         if self._closed:
             return
         self._closed = True
+        await self._end()
+
+    async def _end(self) -> None:
+        if self._copies or not self._closed:
+            return  # the last copy does it
         try:
             await self._child.end(self._pool.limits.close_s)
         finally:
             await self._pool._release(self)
+            original = self._original
+            if original is not None and self in original._copies:
+                original._copies.remove(self)
+                await original._end()
 
     def _check_open(self, operation: str) -> None:
         if self._closed:
@@ -322,10 +376,10 @@ class PoolWorld:
         if self._child.ended.done():
             raise WorkerDied(f"world of task {self.task_id}: {describe_status(self._child.ended.result())}")
 
-    async def _call(self, operation: str, limit_s: float, /, **arguments) -> dict:
+    async def _call(self, operation: str, limit_s: float, /, _descriptor: int | None = None, **arguments) -> dict:
         self._check_open(operation)
         try:
-            return await self._child.call({"op": operation, **arguments}, limit_s)
+            return await self._child.call({"op": operation, **arguments}, limit_s, _descriptor)
         except ChildTimeout as error:
             self._lost = True
             self._child.kill()

@@ -55,15 +55,17 @@ class Child:
         self.id = id
         self.pid: int | None = None
         self.ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._max_frame_bytes = max_frame_bytes
+        self.frame_bytes = max_frame_bytes
+        self._channel: socket.socket | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def connect(self, channel: socket.socket) -> None:
+        self._channel = channel
         self._reader, self._writer = await asyncio.open_connection(sock=channel)
 
-    async def call(self, request: dict | None, seconds: float) -> dict:
-        """Sends `request` (None: only waits for what the child says by itself) and returns the reply.
+    async def call(self, request: dict | None, seconds: float, descriptor: int | None = None) -> dict:
+        """Sends `request` (None: only waits for what the child says by itself), and a descriptor after it; returns the reply.
 
         Raises:
           ChildDied, ChildTimeout, protocol.FrameError: after any of these the child must be ended. A cancelled call
@@ -71,7 +73,11 @@ class Child:
         """
         if request is not None:
             self._writer.write(protocol.encode(request))
-        reading = asyncio.ensure_future(protocol.read_frame(self._reader, self._max_frame_bytes))
+        if descriptor is not None:
+            while self._writer.transport.get_write_buffer_size():  # it must not overtake the request
+                await asyncio.sleep(0.001)
+            socket.send_fds(self._channel, [b"d"], [descriptor])
+        reading = asyncio.ensure_future(protocol.read_frame(self._reader, self.frame_bytes))
         try:
             await asyncio.wait({reading, self.ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
@@ -107,6 +113,38 @@ class Child:
             self._server.abandon()
         if self._writer is not None:
             self._writer.close()
+
+
+class Copy(Child):
+    """A copy of a world's process, made by that process: it is known by its channel alone, and ends when that closes."""
+
+    def __init__(self, pid: int, max_frame_bytes: int):
+        self.pid = pid
+        self.ended = asyncio.get_running_loop().create_future()
+        self.frame_bytes = max_frame_bytes
+        self._channel = self._reader = self._writer = None
+
+    def kill(self) -> None:
+        """Closes the channel."""
+        if self._writer is not None:
+            self._writer.close()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    async def end(self, seconds: float) -> None:
+        """Closes the channel and waits until the process is gone, or `seconds` have passed: the original still holds it then."""
+        self.kill()
+        deadline = asyncio.get_running_loop().time() + seconds
+        while _runs(self.pid) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.002)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 class ForkServer:

@@ -30,7 +30,7 @@ import httpx
 from appworld.common.utils import TimeoutError as EngineTimeout
 from IPython.utils.capture import capture_output
 
-from sage_jax.world import protocol
+from sage_jax.world import isolation, protocol
 
 _FAILED = "Execution failed. Traceback:\n"  # how the engine begins the observation of a failed step
 _exec = exec  # while agent code runs, the engine may replace builtins
@@ -39,23 +39,31 @@ _AGAIN = 0.5  # seconds until code that swallowed the interrupt is interrupted a
 
 def run(channel: socket.socket, world: Any, folder: str, output_chars: int) -> None:
     """Serves the engine's side until that closes. `world` is an open AppWorld; `folder` is the agent's own."""
-    os.chdir(folder)
     for name in ("APPWORLD_ROOT", "APPWORLD_CACHE", "PYTHONPATH", "IPYTHONDIR"):
         os.environ.pop(name, None)
-    os.environ.update(HOME=folder, TMPDIR=folder)
-    tempfile.tempdir = None
+    _move(folder)
     shell = Shell(channel, world, output_chars)
     protocol.send(channel, {"done": {"ready": True}})
-    while (request := protocol.receive(channel)) is not None:
+    _serve(shell)
+
+
+def _move(folder: str) -> None:
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    tempfile.tempdir = None
+
+
+def _serve(shell: Shell) -> None:
+    while (request := protocol.receive(shell.channel)) is not None:
         operation = request.pop("op")
-        protocol.send(channel, {"done": getattr(shell, "do_" + operation)(**request)})
+        protocol.send(shell.channel, {"done": getattr(shell, "do_" + operation)(**request)})
 
 
 class _Client:
     """Stands for the engine's test client: the same requests, answered by the engine's side."""
 
-    def __init__(self, channel: socket.socket, client: Any):
-        self._channel, self._client = channel, client
+    def __init__(self, shell: Shell, client: Any):
+        self._shell, self._client = shell, client
 
     def request(self, method: str, url: str, **arguments: Any) -> httpx.Response:
         request = self._client.build_request(method, url, **arguments)  # as the engine would; nothing is sent by this
@@ -65,8 +73,9 @@ class _Client:
             "headers": [[k.decode("latin-1"), v.decode("latin-1")] for k, v in request.headers.raw],
             "body": base64.b64encode(request.content).decode("ascii"),
         }
-        protocol.send(self._channel, {"api": frame})
-        answer = protocol.receive(self._channel)
+        channel = self._shell.channel
+        protocol.send(channel, {"api": frame})
+        answer = protocol.receive(channel)
         if answer is None:
             os._exit(0)  # the engine's side is gone, and this world with it
         return httpx.Response(answer["status"], headers=answer["headers"], content=base64.b64decode(answer["body"]), request=request)
@@ -93,6 +102,7 @@ class Shell:
     def __init__(self, channel: socket.socket, world: Any, output_chars: int):
         # Unseeded draws of the agent's code are a function of the task, not of when the server started.
         random.seed(world.task_id)
+        self.channel = channel
         self.output_chars = output_chars
         self.world = world
         self.namespace = world.shell.user_ns
@@ -103,9 +113,9 @@ class Shell:
         self.refused = False
         self.outcome: Any = None  # the shell's result of the step
         self.timed_out = False
-        self._hook_engine(channel)
+        self._hook_engine()
 
-    def _hook_engine(self, channel: socket.socket) -> None:
+    def _hook_engine(self) -> None:
         guard, world = self.world.safety_guard, self.world
         is_syntax_safe, run_cell = guard.is_syntax_safe, world.shell.run_cell
 
@@ -127,7 +137,7 @@ class Shell:
         world._shell_run_cell = recorded_run
         world._save_state = lambda directory: None  # states and logs are the engine's side's
         world.save_logs = lambda: None
-        world.requester.client = _Client(channel, world.requester.client)
+        world.requester.client = _Client(self, world.requester.client)
 
     def _on_time(self) -> None:
         self.timed_out = True
@@ -157,6 +167,24 @@ class Shell:
             "limit": "time" if self.timed_out else "memory" if isinstance(raised, MemoryError) else None,
             "skill_calls": list(self.calls),
         }
+
+    def do_fork(self, folder: str) -> dict[str, Any]:
+        """Makes a copy of this process, which is served on the channel whose descriptor follows the request."""
+        _, (descriptor,), _, _ = socket.recv_fds(self.channel, 1, 1)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for copies here
+        me = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(descriptor)
+            return {"pid": pid}
+        try:
+            isolation.narrow(me)
+            self.channel.close()
+            self.channel = socket.socket(fileno=descriptor)
+            _move(folder)
+            _serve(self)
+        finally:
+            os._exit(0)
 
     def do_install(self, skills: list[dict[str, str]], seconds: float) -> dict[str, Any]:
         reasons = [self._install(seconds=seconds, **skill) for skill in skills]

@@ -17,20 +17,24 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import time
 import urllib.parse
+from pathlib import Path
 from typing import Any
 
 from appworld.common.path_store import path_store
 from appworld.environment import AppWorld
+from fastapi.testclient import TestClient
 
 from sage_jax.world import isolation, judge, protocol, shell
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _WATCH_S = 0.1  # between looks at memory and disk of a running step
 _START_S = 30.0  # for the agent's side to take on its isolation
+_PR_SET_PDEATHSIG = 1
 _exit = os._exit
 
 
@@ -41,10 +45,25 @@ def run(channel: socket.socket, spec: dict[str, Any]) -> None:
     except Exception as error:
         protocol.send(channel, {"error": f"{type(error).__name__}: {error}"})
         return
+    _serve(channel, world)
+
+
+def _serve(channel: socket.socket, world: _World) -> None:
     protocol.send(channel, {})
     while (request := protocol.receive(channel)) is not None:
         operation = request.pop("op")
         protocol.send(channel, getattr(world, "do_" + operation)(**request))
+        _reap_forks()
+
+
+def _reap_forks() -> None:
+    """Forgets copies of this process that have ended; the agent's side is waited for where it ends."""
+    for pid in list(_copies):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            _copies.remove(pid)
+
+
+_copies: list[int] = []  # processes that `do_fork` made
 
 
 def _now() -> float:
@@ -63,7 +82,7 @@ class _Ended(Exception):
 class _World:
     def __init__(self, channel: socket.socket, spec: dict[str, Any]):
         path_store.update_root(spec["root"])
-        self.spec = spec
+        self.spec, self.trainer = spec, channel
         self.plan = isolation.Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in spec["plan"].items()})
         self.world = AppWorld(
             spec["task_id"],
@@ -74,17 +93,82 @@ class _World:
         self.database = self.world.models.supervisor.SQLModel.db.connection
         self.apps = {*self.world.task.allowed_apps, "supervisor", "api_docs"} - {"admin"}
         self.requests: list[dict[str, Any]] = []
-        if self.plan.uid is not None and "uid" not in self.plan.off:
-            os.chown(spec["folder"], self.plan.uid, self.plan.uid)
+        self._own_folder(spec["folder"])
+        self._own_folder(self.plan.writable)
         self.agent = _Agent(self)
         self.agent.start()
 
+    def _own_folder(self, folder: str) -> None:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        if self.plan.uid is not None:
+            for name in [folder, *(str(p) for p in Path(folder).rglob("*"))]:
+                os.chown(name, self.plan.uid, self.plan.uid, follow_symlinks=False)
+
     # Operations; each returns the reply.
+
+    def do_fork(self, spec: dict[str, Any], grace: float) -> dict[str, Any]:
+        """Makes a copy of this world: of this process and of the one on the agent's side. The copy answers on the channel whose
+        descriptor follows the request. `spec` holds the copy's experiment and folder."""
+        _, (descriptor,), _, _ = socket.recv_fds(self.trainer, 1, 1)
+        channel = socket.socket(fileno=descriptor)
+        ours, theirs = socket.socketpair()
+        try:
+            shutil.copytree(self.spec["folder"], spec["folder"], symlinks=True)
+            self._own_folder(spec["folder"])
+            said = self._ask({"op": "fork", "folder": spec["folder"]}, grace, grace, theirs.fileno())
+            pid = int(said["pid"])
+            handle = os.pidfd_open(pid)
+            if _parent(pid) != self.agent.pid:
+                raise ValueError("it named a process that is not its child")
+        except _Ended as end:
+            return {"ended": end.text}
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            ours.close()
+            return {"ended": f"the process of the agent's code could not be copied: {error}"}
+        finally:
+            theirs.close()
+        me = os.getpid()
+        copy = os.fork()
+        if copy == 0:
+            try:
+                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() != me:
+                    _exit(1)
+                self._become_copy(channel, spec, ours, pid, handle)
+                _serve(channel, self)
+            finally:
+                _exit(0)
+        _copies.append(copy)
+        for closing in (channel, ours):
+            closing.close()
+        os.close(handle)
+        return {"pid": copy}
+
+    def _become_copy(self, channel: socket.socket, spec: dict[str, Any], agent: socket.socket, pid: int, handle: int) -> None:
+        self.trainer.close()
+        self.agent.forget()
+        _copies.clear()
+        self.trainer, self.spec = channel, {**self.spec, **spec}
+        self.agent = _Agent(self)
+        self.agent.adopt(agent, pid, handle)
+        world = self.world
+        # The threads of the test client did not come along.
+        client = TestClient(world.requester.client.app).__enter__()
+        world.requester.client = client
+        type(world.requester).clients[world.requester.apps] = client
+        before, after = os.path.join("outputs", world.experiment_name) + os.sep, os.path.join("outputs", spec["experiment"]) + os.sep
+        world.experiment_name = spec["experiment"]
+        for name, value in list(vars(world).items()):
+            if name.startswith(("output_", "base_output_")) and isinstance(value, str) and not value.startswith(":memory:"):
+                setattr(world, name, (value + os.sep).replace(before, after, 1).rstrip(os.sep))
+        for folder in (world.output_db_home_path_on_disk, world.output_logs_directory, world.output_misc_directory):
+            os.makedirs(folder, exist_ok=True)
+        world.environment_io, self.requests = list(world.environment_io), list(self.requests)
 
     def do_execute(self, code: str, seconds: float, grace: float) -> dict[str, Any]:
         reply: dict[str, Any] = {"text": "", "dropped": 0, "failed": True, "limit": None, "skill_calls": [], "lost": False, "outside": ""}
         try:
-            said = self._ask({"op": "execute", "code": code, "seconds": seconds}, seconds + grace)
+            said = self._ask({"op": "execute", "code": code, "seconds": seconds}, seconds, grace)
             reply |= _step(said)
         except _Ended as end:
             if end.limit is None:
@@ -96,7 +180,7 @@ class _World:
 
     def do_install(self, skills: list[dict[str, str]], seconds: float, grace: float) -> dict[str, Any]:
         try:
-            said = self._ask({"op": "install", "skills": skills, "seconds": seconds}, seconds * len(skills) + grace)
+            said = self._ask({"op": "install", "skills": skills, "seconds": seconds}, seconds * len(skills), grace)
             reasons = [str(reason) for reason in said["reasons"]]
             if len(reasons) != len(skills):
                 raise ValueError("not one verdict a skill")
@@ -117,10 +201,10 @@ class _World:
         world.save_logs()
         return {}
 
-    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], limit_s: float, grace_s: float, descriptor: int | None = None) -> dict[str, Any]:
         if self.agent.ended is not None:
             raise _Ended("ended", "The process that runs the code has ended.")
-        return self.agent.ask(request, seconds)
+        return self.agent.ask(request, limit_s, grace_s, descriptor)
 
     # API calls of the agent's side.
 
@@ -190,32 +274,54 @@ class _Agent:
         self.channel.setblocking(False)
         self._frames = protocol.Frames(12 * spec["output_chars"] + (1 << 25))
         self._handle = os.pidfd_open(self.pid)
+        self._own_child = True
         try:
-            said = self._converse(_START_S)
+            said = self._converse(_START_S, _now() + _START_S)
         except _Ended as end:
             raise RuntimeError(f"the process for the agent's code did not start: {end.text}") from None
         if "error" in said:
             raise RuntimeError(f"the process for the agent's code did not start: {said['error']}")
         self._at_start = tree_memory(self.pid)
 
-    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Sends a request and serves API calls until the reply.
+    def adopt(self, channel: socket.socket, pid: int, handle: int) -> None:
+        """Takes over a process that the agent's side forked: a child of that one, not of this."""
+        channel.setblocking(False)
+        self.channel, self.pid, self._handle, self._own_child = channel, pid, handle, False
+        self._frames = protocol.Frames(12 * self._world.spec["output_chars"] + (1 << 25))
+        self._at_start = tree_memory(pid)
+
+    def forget(self) -> None:
+        """In a copy of this process: lets go of the original's agent."""
+        if self.ended is None:
+            self.channel.close()
+            os.close(self._handle)
+
+    def ask(self, request: dict[str, Any], limit_s: float, grace_s: float, descriptor: int | None = None) -> dict[str, Any]:
+        """Sends a request (and a descriptor) and serves API calls until the reply.
+
+        Args:
+          limit_s: what the code is told; grace_s: how much later it is ended.
 
         Raises:
           _Ended: the process is gone, for whatever reason.
         """
-        deadline = _now() + seconds
+        deadline = _now() + limit_s + grace_s
         self._send(request, deadline)
-        return self._converse(seconds, deadline)
+        if descriptor is not None:
+            self._send_descriptor(descriptor, deadline)
+        return self._converse(limit_s, deadline)
 
-    def _converse(self, seconds: float, deadline: float | None = None) -> dict[str, Any]:
-        deadline = _now() + seconds if deadline is None else deadline
+    def _converse(self, limit_s: float, deadline: float) -> dict[str, Any]:
         served, look = 0, _now() + _WATCH_S
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(self._handle, select.POLLIN)
+        poll.register(self._world.trainer, 0)  # only whether it is still there
         while True:
             ready = {number for number, _ in poll.poll(1000 * max(0.0, min(deadline, look) - _now()) + 1)}
+            if self._world.trainer.fileno() in ready:
+                self.kill()
+                _exit(0)
             if self.channel.fileno() in ready:
                 for frame in self._receive():
                     if isinstance(frame.get("done"), dict):
@@ -228,7 +334,7 @@ class _Agent:
                 self._reap()
             now = _now()
             if now >= deadline:
-                self._end("time", f"Execution timed out after {seconds:g} seconds, and could not be interrupted.")
+                self._end("time", f"Execution timed out after {limit_s:g} seconds, and could not be interrupted.")
             if now >= look:
                 look = now + _WATCH_S
                 self._watch()
@@ -269,6 +375,19 @@ class _Agent:
             except OSError:
                 self._reap()
 
+    def _send_descriptor(self, descriptor: int, deadline: float) -> None:
+        while True:
+            try:
+                socket.send_fds(self.channel, [b"d"], [descriptor])
+                return
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self.channel, select.POLLOUT)
+                if not poll.poll(1000 * max(0.0, deadline - _now())):
+                    self._end("time", "The code did not read what it was sent.")
+            except OSError:
+                self._reap()
+
     def _watch(self) -> None:
         plan, spec = self._world.plan, self._world.spec
         if tree_memory(self.pid, self._at_start) > plan.memory_bytes:
@@ -279,7 +398,10 @@ class _Agent:
     def kill(self) -> None:
         """Ends it and all of its session."""
         with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGSTOP)  # while it is there, its number is its own
             os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def _end(self, limit: str, text: str) -> Any:
         self.kill()
@@ -288,7 +410,14 @@ class _Agent:
         raise _Ended(limit, text)
 
     def _wait(self) -> int:
-        _, status = os.waitpid(self.pid, 0)
+        """Its status; 0 for one that is no child of this process."""
+        status = 0
+        if self._own_child:
+            _, status = os.waitpid(self.pid, 0)
+        else:
+            poll = select.poll()
+            poll.register(self._handle, select.POLLIN)
+            poll.poll()
         os.close(self._handle)
         self.channel.close()
         return status
@@ -348,6 +477,11 @@ def _logged(method: str, url: urllib.parse.SplitResult, headers: list[tuple[str,
         if name.lower() == "authorization":
             data["access_token"] = value.removeprefix("Bearer ")
     return {"method": method.lower(), "url": url.path, "data": data}
+
+
+def _parent(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rsplit(")", 1)[1].split()[1])
 
 
 def tree_memory(pid: int, each: int = 0) -> int:

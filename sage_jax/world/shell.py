@@ -159,7 +159,8 @@ class Shell:
         if raised is None and outcome is not None:
             raised = outcome.error_before_exec or outcome.error_in_exec
         never_ran = outcome is None and bool(code.strip())
-        text, dropped = _cut(clean(text), self.output_chars)
+        text, dropped = _cut(text, self.output_chars)  # first: of a huge text there is no room for a copy
+        text = clean(text)
         return {
             "text": text,
             "dropped": dropped,

@@ -430,7 +430,7 @@ class _Agent:
             self._end("protocol", "The code broke the channel of its own process.")
         self.kill()  # what it left in its session
         status = self._wait()
-        text = f"The code ended its own process: {_describe(status)}."
+        text = f"The code ended its own process{f': {_describe(status)}' if self._own_child else ''}."
         self.ended = text
         by_kill = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         if by_kill and "seccomp" not in self._world.plan.off:

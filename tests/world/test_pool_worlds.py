@@ -195,7 +195,7 @@ def test_completion_is_not_the_word_of_the_world(bench):
         return step, await world.evaluate()
 
     step, judgement = bench.in_world(steps)
-    assert step.completed, "the forgery reaches its own step's reply"
+    assert not step.completed, "completion is looked up by the process that holds the world"
     assert not judgement.completed and not judgement.success
 
 
@@ -249,7 +249,6 @@ def test_code_that_cannot_be_interrupted_is_killed(bench, short, code):
     "code, limit",
     [
         ("posix = __import__('posix')\nposix._exit(0)", "exit"),
-        ("posix = __import__('posix')\nposix.kill(posix.getpid(), 9)", "signal"),
         ("posix = __import__('posix')\nposix.kill(posix.getpid(), 15)", "signal"),
         ("posix = __import__('posix')\nposix.closerange(0, 100)", None),
     ],

@@ -1,0 +1,120 @@
+"""Hostile and broken programs, run for real: none scores, none sees a secret, none outlives its episode, and the pool stays healthy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from sage_jax.errors import WorkerDied
+from sage_jax.world.pool import Limits, WorldPool
+from tests.world.hostile import programs
+
+LIMITS = Limits(execute_s=2.0, grace_s=1.0, memory_mb=300, disk_mb=32, output_chars=2000, requests=2000)
+SECRET = "correct-horse-battery-staple"
+EASY = 12  # of the default tier; the rest runs in the slow one
+
+
+def alive(uids: range) -> list[str]:
+    """Processes of the worlds' users, with their states."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "status").read_text()
+            except OSError:
+                continue
+            uid = int(re.search(r"^Uid:\s+(\d+)", status, re.M)[1])
+            if uid in uids:
+                found.append(status.splitlines()[0] + status.splitlines()[2])
+    return found
+
+
+def run(root, chosen):
+    """[(program, step, judgement, what was wrong afterwards)]"""
+    task = next(t for t in root.task_ids("train") if root.task(t).instruction)
+    truth = root.path / "data" / "tasks" / task / "ground_truth"
+    secrets = [SECRET] + [line.strip() for f in ("evaluation.py", "references.json") for line in (truth / f).read_text().splitlines() if len(line.strip()) > 30]
+    os.environ["SAGE_TEST_SECRET"] = SECRET
+
+    async def whole():
+        results = []
+        async with WorldPool(root.path, limits=LIMITS, outputs=None, max_open=4) as pool:
+            assert all(layer.on for name, layer in pool.layers.items() if name != "uid" or os.geteuid() == 0), pool.layers
+            uids = range(1_000_000_000, 1_100_000_000) if os.geteuid() == 0 else range(0)
+            corpus = [p for p in programs(str(pool._outputs.view), str(pool._outputs.data), task, os.getpid(), pool.server_pid) if chosen(p)]
+            for program in corpus:
+                world = await pool.open(task, experiment="x", keep=False)
+                wrong = []
+                try:
+                    step = await world.execute(program.code)
+                    if not step.world_lost:
+                        after = await world.execute("1")  # whatever it left must not break the channel
+                        step_text = step.text + after.text
+                    else:
+                        step_text = step.text
+                    judgement = await world.evaluate()
+                except WorkerDied as error:
+                    wrong.append(f"an infrastructure error: {error}")
+                    step, step_text, judgement = None, "", None
+                await world.close()
+                wrong += [f"it saw {s[:60]!r}" for s in secrets if s in step_text]
+                left = alive(uids)
+                if left:
+                    await asyncio.sleep(0.3)
+                    left = alive(uids)
+                wrong += [f"left behind: {p}" for p in left]
+                healthy = await pool.open(task, experiment="x", keep=False)
+                if (await healthy.execute("print(1 + 1)")).text != "2\n":
+                    wrong.append("the pool is not healthy")
+                await healthy.close()
+                results.append((program, step, judgement, wrong))
+            assert pool.server_starts == 1, "the fork server was lost"
+        return results
+
+    try:
+        return asyncio.run(whole())
+    finally:
+        del os.environ["SAGE_TEST_SECRET"]
+
+
+def faults(results):
+    for program, step, judgement, wrong in results:
+        yield from (f"{program.name}: {w}" for w in wrong)
+        if step is None:
+            continue
+        limits = (program.limit,) if isinstance(program.limit, str) else program.limit
+        shown = f"{program.name}: failed={step.failed} lost={step.world_lost} limit={step.limit} {step.text[-300:]!r}"
+        if program.want == "failed" and not (step.failed and not step.world_lost):
+            yield f"{shown}, wanted a failed step"
+        if program.want == "fine" and step.failed:
+            yield f"{shown}, wanted it to run"
+        if program.want == "lost" and not step.world_lost:
+            yield f"{shown}, wanted the world to be lost"
+        if any(limits) and (step.limit or "") not in limits:
+            yield f"{shown}, wanted the limit {limits}"
+        if program.text and not re.search(program.text, step.text):
+            yield f"{shown}, wanted {program.text!r} in the text"
+        if judgement.success or (judgement.completed and "alias" not in program.name and "thread" not in program.name):
+            yield f"{program.name}: it was scored {judgement}"
+
+
+def test_some_hostile_programs(mini_root):
+    """Those that need no time: the rest is in the slow tier."""
+    names = {
+        "exit", "kill itself", "kill the engine's side", "answer by its path", "our sources", "environment", "socket", "run a program",
+        "completed in the own database", "administration of the bank", "forged reply", "patched builtins",
+    }  # fmt: skip
+    results = run(mini_root, lambda p: p.name in names)
+    assert len(results) == EASY
+    assert not list(faults(results)), "\n".join(faults(results))
+
+
+@pytest.mark.slow
+def test_hostile_programs(mini_root):
+    results = run(mini_root, lambda p: True)
+    assert len(results) >= 80
+    assert not list(faults(results)), "\n".join(faults(results))

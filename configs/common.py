@@ -22,7 +22,11 @@ def base() -> ConfigDict:
     c.world.install_s = 20.0
     c.world.evaluate_s = 60.0
     c.world.close_s = 20.0
-    c.world.memory_mb = 2048  # what one world may add to the shared memory of the server
+    c.world.memory_mb = 1024  # of the code of one world and all its processes, on top of what it shares with the server
+    c.world.disk_mb = 64  # of files that the code of one world may write
+    c.world.processes = 16  # of the code of one world
+    c.world.allow_unisolated = False  # run also where the kernel has no Landlock: the code could then read the ground truth
+    c.world.remote = ""  # http://HOST:PORT of a `sage_jax.world.serve`; the token is taken from SAGE_WORLDS_TOKEN
     c.world.output_chars = 20_000  # of one step; head and tail are kept
 
     c.model = ConfigDict()

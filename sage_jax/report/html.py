@@ -34,6 +34,7 @@ def write_report(
     curves: bytes | None = None,
     library: Sequence[Skill] | None = None,
     config: str = "",
+    note: str = "",
 ) -> None:
     """Writes the report under a temporary name and renames it.
 
@@ -44,8 +45,9 @@ def write_report(
       curves: PNG bytes (`curves.curves_png`), or None.
       library: skills to list; those that the episodes defined, with their uses counted, if None.
       config: the resolved config as text, shown folded.
+      note: a line under the table, e.g. how the worlds were isolated.
     """
-    write_text(path, report_html(title, rows, episodes, differences, curves, library, config).encode("utf-8", "replace"))
+    write_text(path, report_html(title, rows, episodes, differences, curves, library, config, note).encode("utf-8", "replace"))
 
 
 def report_html(
@@ -56,6 +58,7 @@ def report_html(
     curves: bytes | None = None,
     library: Sequence[Skill] | None = None,
     config: str = "",
+    note: str = "",
 ) -> str:
     """The page as text; arguments as in `write_report`."""
     files = resources.files("sage_jax.report")
@@ -69,6 +72,7 @@ def report_html(
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(files.joinpath("report.css").read_text()),
         first_line=tables.first_line(rows) if rows else "",
+        note=note,
         complete=all(r.complete for r in rows),
         headings=[h for h, _ in tables.METRICS.values()],
         rows=[(tables.label(r), tables.cells(r), tables.tasks(r)) for r in rows],

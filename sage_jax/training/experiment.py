@@ -55,7 +55,7 @@ def run_experiment(config: ConfigDict, workdir: Path, profile: tuple[int, int] |
 
     with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
         arms = _arms(config, workdir, root, loaded, session, phases, profile)
-    report(config, workdir, root, arms, phases.seconds)
+    report(config, workdir, root, arms, phases.seconds, session.isolation)
 
 
 def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loaded, session: setup.Session, phases: Phases,
@@ -107,7 +107,7 @@ def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:
     return folder
 
 
-def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], seconds: dict[str, float]) -> None:
+def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], seconds: dict[str, float], isolation: str) -> None:
     """table.md, curves.png, report.html, and the table in the terminal."""
     order = ["base", config.run.start_name, config.run.name]
     arms = sorted(arms, key=lambda a: (list(config.run.splits).index(a.split) if a.split in config.run.splits else 0, order.index(a.name)))
@@ -121,7 +121,7 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
                 differences.append((f"{split}: {config.run.name} - {config.run.start_name}", d))
     text = markdown(rows, differences)
     times = "\n".join(f"- {name}: {s:.0f} s" for name, s in seconds.items())
-    (workdir / "table.md").write_text(f"{text}\nSeconds of this run:\n{times}\n")
+    (workdir / "table.md").write_text(f"{text}\n{isolation}\n\nSeconds of this run:\n{times}\n")
     curves = curves_png(read_metrics(workdir / "metrics.jsonl").rows, config.run.name)
     write_text(workdir / "curves.png", curves)
     episodes = {f"{a.name} · {a.split}" + (f" · run {i}" if i else ""): run for a in arms for i, run in enumerate(a.runs)}
@@ -135,7 +135,7 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
     episodes |= dict(reversed(training.items()))
     write_report(
         workdir / "report.html", title=f"{config.run.name} on the {root.kind} root", rows=rows, differences=differences, curves=curves,
-        episodes=episodes, config=json.dumps(setup.digest(config), indent=1),
+        note=isolation, episodes=episodes, config=json.dumps(setup.digest(config), indent=1),
     )
     console = terminal()
     console.print(rich_table(rows))

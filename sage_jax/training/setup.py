@@ -34,8 +34,10 @@ from sage_jax.sampling.engine import Engine
 from sage_jax.skills.extract import extract
 from sage_jax.skills.record import Origin, Skill
 from sage_jax.training.checkpoints import Checkpoints
+from sage_jax.world.isolation import describe as describe_layers
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.remote import RemotePool
 from sage_jax.world.roots import DataRoot, resolve_root
 from sage_jax.world.types import Task
 
@@ -60,13 +62,15 @@ def data_root(config: ConfigDict, *, seed: int | None = None, check: bool = True
     return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed if seed is None else seed, check=check)
 
 
-def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool:
+def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool | RemotePool:
     w = config.world
+    if w.remote:
+        return RemotePool(w.remote, os.environ.get("SAGE_WORLDS_TOKEN", ""), root=root)
     limits = Limits(
         open_s=w.open_s, execute_s=w.execute_s, install_s=w.install_s, evaluate_s=w.evaluate_s, close_s=w.close_s,
-        memory_mb=w.memory_mb, output_chars=w.output_chars,
+        memory_mb=w.memory_mb, disk_mb=w.disk_mb, processes=w.processes, output_chars=w.output_chars,
     )
-    return WorldPool(root.path, limits=limits, outputs=outputs, max_open=w.max_open)
+    return WorldPool(root.path, limits=limits, outputs=outputs, max_open=w.max_open, allow_unisolated=w.allow_unisolated)
 
 
 class Session:
@@ -81,6 +85,8 @@ class Session:
 
     def __enter__(self) -> Session:
         self.run(self.pool.start())
+        self.isolation = describe_layers(self.pool.layers)
+        print(self.isolation)
         return self
 
     def __exit__(self, *_) -> None:

@@ -34,7 +34,7 @@ import socket
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 LAYERS = ("session", "descriptors", "environment", "limits", "uid", "privileges", "landlock", "seccomp")
@@ -73,6 +73,14 @@ class Plan:
     file_bytes: int
     processes: int
     open_files: int = 128
+
+
+def describe(layers: Mapping[str, Layer]) -> str:
+    """One line: which layers are on, which are off and why; without the required one it begins with a warning."""
+    on = ", ".join(name for name, layer in layers.items() if layer.on)
+    off = "; ".join(f"{name} is off ({layer.reason})" for name, layer in layers.items() if not layer.on)
+    warning = "" if layers.get(REQUIRED, Layer(False)).on else "WORLDS ARE NOT ISOLATED: their code can read the ground truth and this user's files. "
+    return f"{warning}isolation of worlds: {on or 'none'}" + (f"; {off}" if off else "")
 
 
 def readable_paths(project: Path) -> tuple[str, ...]:

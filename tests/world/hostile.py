@@ -125,7 +125,7 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         Program("answer by the engine", f"m = __import__('importlib').import_module('appworld.task')\nprint(m.Task.load('{task}', load_ground_truth=True).ground_truth)", "failed"),
         Program("answer by our generator", "m = __import__('importlib').import_module('sage_jax.world.miniworld.generate')\nprint(m)", "failed"),
         Program("our sources", _READ + "for p in __import__('sys').path: read(p + '/sage_jax/world/miniworld/generate.py')\nprint(found)", "any"),
-        Program("the judge's module", "m = __import__('importlib').import_module('sage_jax.world.judge')\nprint(m.run({'root': '%s', 'task_id': '%s', 'experiment': 'x', 'keep': False}))" % (view, task), "failed"),
+        Program("the judge's module", f"m = __import__('importlib').import_module('sage_jax.world.judge')\nprint(m.run({{'root': '{view}', 'task_id': '{task}', 'experiment': 'x', 'keep': False}}))", "failed"),
         Program("other processes' memory", _READ + f"read('/proc/{trainer}/environ')\nread('/proc/{server}/mem')\nread('/proc/self/maps')\nprint(found)", "any", "", "PermissionError"),
         Program("root of another process", _READ + f"read('/proc/{trainer}/root{truth}/answer.json')\nprint(found)", "any", "", "PermissionError"),
         Program("environment", "os = __import__('os')\nprint(dict(os.environ))", "any"),

@@ -115,6 +115,8 @@ async def _attempt(task, policy, worlds, spec, conversation, key, rollout, posit
         conversation.messages.extend(messages)
         turns, end = await _turns(world, policy, spec, conversation, key, rollout, early)
         judgement: Judgement | None = await world.evaluate()
+        if spec.keep_outputs:
+            await world.record_lm_calls(_lm_calls(conversation.messages, turns))
         origin = Origin(task_id=task.task_id, turn=0, rollout=rollout, position=position)
         written = _written(turns, origin)
         # After a loss they stay unchecked until the next world installs them; a plain agent keeps none.
@@ -131,6 +133,15 @@ async def _attempt(task, policy, worlds, spec, conversation, key, rollout, posit
             checked = {s.id: s.verified for s in written}
             written = tuple(dataclasses.replace(s, verified=checked.get(s.id)) for s in _written(turns, origin))
     return _record(task, rollout, position, conversation, turns, end, judgement, offered, tuple(verdicts), written)
+
+
+def _lm_calls(messages: Sequence[dict], turns: Sequence[Turn]) -> list[dict]:
+    """What went to the policy and came from it, turn by turn."""
+    responses = [i for i, m in enumerate(messages) if m["role"] == "assistant"][-len(turns) :] if turns else []
+    return [
+        {"id": n, "input": {"messages": messages[:at]}, "output": {"message": messages[at], "finish_reason": turn.finish, "completion_tokens": turn.generated}}
+        for n, (at, turn) in enumerate(zip(responses, turns, strict=True))
+    ]
 
 
 def _written(turns: Sequence[Turn], origin: Origin) -> tuple[Skill, ...]:

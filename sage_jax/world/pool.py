@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import socket
 import time
@@ -50,6 +51,8 @@ class Limits:
     output_chars: int = 100_000  # of one step; head and tail are kept
     open_retries: int = 3
     judge_retries: int = 1
+    free_mb: int = 1024  # a world is opened only while this much memory of the machine is available, or when none is open
+    recycle: int = 20_000  # worlds and evaluations after which a fork server gives way to a new one, in the background
 
 
 class WorldPool:
@@ -59,7 +62,7 @@ class WorldPool:
       root: the folder that holds `data/`.
       limits: see Limits.
       outputs: folder for the worlds opened with `keep=True`; None: a temporary one, removed at close.
-      max_open: worlds open at once; further openings wait in order.
+      max_open: worlds open at once; further openings wait in order. 0: 16 a core, as far as memory holds them.
       max_copies: copies (`PoolWorld.fork`) open at once; 0: as many as worlds.
       allow_unisolated: start also where the file-system layer cannot be had: the code can then read the ground truth.
       layers_off: layers of isolation to do without (tests).
@@ -69,19 +72,22 @@ class WorldPool:
         self, root: Path, *, limits: Limits, outputs: Path | None, max_open: int, max_copies: int = 0, allow_unisolated: bool = False,
         layers_off: Sequence[str] = (),
     ):
-        if max_open < 1:
-            raise ConfigError(f"max_open={max_open}: at least one world must be allowed")
+        if max_open < 0:
+            raise ConfigError(f"max_open={max_open} must not be negative; 0 chooses by cores and memory")
+        max_open = max_open or worlds_that_fit()
         self.limits = limits
         self.max_open = max_open
         self._root, self._kept = Path(root), outputs
         self._allow_unisolated, self._layers_off = allow_unisolated, tuple(layers_off)
         self._outputs: Outputs | None = None
         self._server: ForkServer | None = None
+        self._retired: list[ForkServer] = []
         self._worlds: set[PoolWorld] = set()
         self._slots = asyncio.Semaphore(max_open)
         self._copy_slots = asyncio.Semaphore(max_copies or max_open)
         self._judges = asyncio.Semaphore(max(1, min(max_open, os.cpu_count() or 1)))
         self._restarting = asyncio.Lock()
+        self._admission = asyncio.Lock()
         self._closed = False
         self.server_starts = 0  # more than one: a fork server was lost
 
@@ -133,9 +139,10 @@ class WorldPool:
         """Ends every world and the server, removes temporary files. Harmless when done twice."""
         self._closed = True
         await asyncio.gather(*(world.close() for world in list(self._worlds)))
-        server, self._server = self._server, None
-        if server is not None:
-            await server.close(self.limits.close_s)
+        servers, self._server, self._retired = [*self._retired, self._server], None, []
+        for server in servers:
+            if server is not None:
+                await server.close(self.limits.close_s)
         if self._outputs is not None:
             await asyncio.to_thread(self._outputs.remove)
 
@@ -154,6 +161,7 @@ class WorldPool:
             raise RuntimeError("the pool is not started: await pool.start(), or use 'async with'")
         await self._slots.acquire()
         try:
+            await self._memory()
             if self._closed:
                 raise RuntimeError("the pool is closed")
             place = self._outputs.take(task_id, experiment, keep)
@@ -168,6 +176,11 @@ class WorldPool:
         world = PoolWorld(self, place, child)
         self._worlds.add(world)
         return world
+
+    async def _memory(self) -> None:
+        async with self._admission:  # in order, and each sees what the one before it took
+            while self._worlds and not self._closed and available_mb() < self.limits.free_mb:
+                await asyncio.sleep(0.1)
 
     async def _open_child(self, place: Place) -> Child:
         limits = self.limits
@@ -198,8 +211,14 @@ class WorldPool:
 
     async def _live_server(self) -> ForkServer:
         async with self._restarting:
-            if self._server is None or self._server.lost:
-                if self._server is not None:
+            for old in [s for s in self._retired if s.idle]:
+                self._retired.remove(old)
+                await old.close(self.limits.close_s)
+            worn = self._server is not None and not self._server.lost and self._server.spawned >= self.limits.recycle
+            if worn:
+                self._retired.append(self._server)
+            if self._server is None or self._server.lost or worn:
+                if self._server is not None and not worn:
                     await self._server.close(self.limits.close_s)
                 self._server = ForkServer(self._outputs, self._layers_off)
                 self.server_starts += 1
@@ -233,6 +252,27 @@ class WorldPool:
         self._worlds.discard(world)
         await asyncio.to_thread(self._outputs.give_back, world.place)
         (self._copy_slots if world.place.copy else self._slots).release()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def available_mb() -> int:
+    """Memory that this machine can still give, in MiB."""
+    with open("/proc/meminfo") as info:
+        for line in info:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) // 1024
+    raise RuntimeError("/proc/meminfo names no MemAvailable")
+
+
+def worlds_that_fit() -> int:
+    """Worlds for this machine: 16 a core, and at most one for each 128 MiB of half of the memory that is available."""
+    return max(1, min(16 * (os.cpu_count() or 1), available_mb() // 2 // 128))
 
 
 class PoolWorld:
@@ -348,6 +388,12 @@ class PoolWorld:
         self._copies.add(world)
         pool._worlds.add(world)
         return world
+
+    async def record_lm_calls(self, calls: Sequence[dict]) -> None:
+        """Writes the calls of the language model beside the engine's own logs, one JSON object a line; nothing without `keep`."""
+        if self.place.keep:
+            text = "".join(json.dumps(call) + "\n" for call in calls)
+            await asyncio.to_thread(_write, self.place.folder / "logs" / "lm_calls.jsonl", text)
 
     async def close(self) -> None:
         """Ends the processes and frees the place; while copies are open, they stay. Harmless when done twice."""

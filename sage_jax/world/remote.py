@@ -188,6 +188,10 @@ class RemoteWorld:
         self._pool._worlds.add(copy)
         return copy
 
+    async def record_lm_calls(self, calls: Sequence[dict]) -> None:
+        """As `PoolWorld.record_lm_calls`, on the server's machine."""
+        await self._call("record_lm_calls", calls=list(calls))
+
     async def close(self) -> None:
         """Closes it; a server that cannot be reached closes it by itself when the lease runs out."""
         if self._closed:

@@ -30,7 +30,7 @@ ROOT = flags.DEFINE_string("root", "", "Folder that holds data/; empty: the mini
 SCENARIOS = flags.DEFINE_integer("scenarios", DEFAULT_SCENARIOS, "Size of the mini world.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the mini world.")
 OUTPUTS = flags.DEFINE_string("outputs", "", "Folder for kept outputs; empty: kept nowhere.")
-MAX_OPEN = flags.DEFINE_integer("max_open", 32, "Worlds open at once.", lower_bound=1)
+MAX_OPEN = flags.DEFINE_integer("max_open", 0, "Worlds open at once; 0: by cores and memory.", lower_bound=0)
 MEMORY_MB = flags.DEFINE_integer("memory_mb", 1024, "Memory of the code of one world.", lower_bound=1)
 EXECUTE_S = flags.DEFINE_float("execute_s", 60.0, "Seconds of one step.")
 LEASE_S = flags.DEFINE_float("lease_s", 60.0, "Seconds after which the worlds of a silent client are closed.", lower_bound=1.0)
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     except SageError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
-    print(f"serving {MAX_OPEN.value} worlds of {root.path} on {HOST.value}:{PORT.value}; token in {TOKEN_FILE.value}", flush=True)
+    print(f"serving {pool.max_open} worlds of {root.path} on {HOST.value}:{PORT.value}; token in {TOKEN_FILE.value}", flush=True)
     uvicorn.run(
         service.app, host=HOST.value, port=PORT.value, log_level="warning", ssl_certfile=CERTIFICATE.value or None, ssl_keyfile=KEY.value or None,
         timeout_graceful_shutdown=10,

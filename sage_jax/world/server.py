@@ -166,6 +166,16 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def spawned(self) -> int:
+        """Children so far."""
+        return self._next_id
+
+    @property
+    def idle(self) -> bool:
+        """No child is alive."""
+        return not self._children
+
     async def start(self, seconds: float) -> None:
         """Starts and warms it.
 

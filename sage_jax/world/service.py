@@ -30,7 +30,7 @@ from sage_jax.world.pool import PoolWorld, WorldPool
 from sage_jax.world.roots import DataRoot
 
 POLL_S = 20.0  # how long an answer may take before it says "pending"
-OPERATIONS = ("execute", "install", "completed", "evaluate", "fork", "close")
+OPERATIONS = ("execute", "install", "completed", "evaluate", "fork", "record_lm_calls", "close")
 
 
 @dataclasses.dataclass
@@ -154,6 +154,8 @@ class Service:
             return [dataclasses.asdict(v) for v in verdicts]
         if operation == "execute":
             return dataclasses.asdict(await world.execute(str(arguments["code"])))
+        if operation == "record_lm_calls":
+            return await world.record_lm_calls([dict(call) for call in arguments["calls"]])
         if operation == "evaluate":
             return dataclasses.asdict(await world.evaluate())
         return await world.completed()

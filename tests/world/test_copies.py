@@ -1,0 +1,192 @@
+"""Copies of live worlds: an API call of every app in the copy and then in the original, and nothing crosses over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from sage_jax.errors import WorkerDied
+from sage_jax.world.miniworld.references import load_reference
+from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.worker import tree_memory
+
+LIMITS = Limits(output_chars=5000)
+LOGIN = (
+    "me = apis.supervisor.show_profile()\n"
+    "tokens = {}\n"
+    "for account in apis.supervisor.show_account_passwords():\n"
+    "    for name in (me['email'], me['phone_number']):\n"
+    "        try: tokens[account['account_name']] = apis[account['account_name']].login(username=name, password=account['password'])['access_token']\n"
+    "        except Exception: pass\n"
+)
+# One reading call of every app, whatever it is called: by the documentation, without required parameters but the token.
+EVERY_APP = (
+    "def one_call(app):\n"
+    "    for api in apis.api_docs.show_api_descriptions(app_name=app):\n"
+    "        doc = apis.api_docs.show_api_doc(app_name=app, api_name=api['name'])\n"
+    "        required = [p['name'] for p in doc['parameters'] if p['required']]\n"
+    "        if doc['method'] == 'GET' and set(required) <= {'access_token'}:\n"
+    "            kw = {'access_token': tokens[app]} if required else {}\n"
+    "            return api['name'], len(str(apis[app][api['name']](**kw)))\n"
+    "print({app: one_call(app) for app in sorted(tokens)})"
+)
+NOTES = "print(len(apis.simple_note.search_notes(access_token=tokens['simple_note'], page_limit=20)))"
+WRITE = "apis.simple_note.create_note(access_token=tokens['simple_note'], title='t', content='c')\n" + NOTES
+
+
+def with_world(root, steps, **options):
+    async def whole():
+        async with WorldPool(root.path, limits=LIMITS, outputs=None, max_open=4, **options) as pool:
+            world = await pool.open(root.task_ids("dev")[0], experiment="e", keep=False)
+            try:
+                return await steps(pool, world)
+            finally:
+                await world.close()
+
+    return asyncio.run(whole())
+
+
+def test_every_app_answers_in_the_copy_and_then_in_the_original(mini_root):
+    async def steps(pool, world):
+        await world.execute(LOGIN)
+        copy = await world.fork()
+        texts = [(await w.execute(EVERY_APP)).text for w in (copy, world, copy)]
+        await copy.close()
+        return texts, (await world.execute(EVERY_APP)).text
+
+    (first, original, again), after = with_world(mini_root, steps)
+    assert first == original == again == after and not first.startswith("Execution failed")
+    apps = eval(first)
+    assert len(apps) >= 9 and all(apps.values()), apps
+
+
+def test_a_copy_leaves_no_trace(mini_root):
+    async def steps(pool, world):
+        await world.execute(LOGIN)
+        before = int((await world.execute("x = [1]\n" + NOTES)).text)
+        copy = await world.fork()
+        assert int((await copy.execute("x.append(2)\n" + WRITE)).text) == before + 1
+        assert (await world.execute("print(x)\n" + NOTES)).text == f"[1]\n{before}\n"
+        assert int((await world.execute("x.append(3)\n" + WRITE)).text) == before + 1
+        inner = await copy.fork()
+        await copy.close()
+        assert (await inner.execute("print(len(x))\n" + NOTES)).text == f"2\n{before + 1}\n", "the copy of a copy outlives it"
+        await inner.close()
+        return (await world.execute("print(len(x))\n" + NOTES)).text == f"2\n{before + 1}\n"
+
+    assert with_world(mini_root, steps)
+
+
+def test_a_copy_is_judged_by_itself(mini_root):
+    async def steps(pool, world):
+        reference = load_reference(mini_root.path, world.task_id)
+        solved, idle = await world.fork(), await world.fork()
+        await solved.execute(reference.function_solution)
+        judgements = [await w.evaluate() for w in (solved, idle, world)]
+        await solved.close()
+        await idle.close()
+        return [(j.success, j.completed) for j in judgements]
+
+    assert with_world(mini_root, steps) == [(True, True), (False, False), (False, False)]
+
+
+def test_the_original_may_be_closed_first_and_copies_may_die(mini_root):
+    async def steps(pool, world):
+        copy, dying = await world.fork(), await world.fork()
+        lost = await dying.execute("__import__('posix')._exit(3)")
+        assert lost.world_lost and lost.limit == "exit"
+        await dying.evaluate()
+        await dying.close()
+        await world.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await world.execute("print(1)")
+        assert (await copy.execute("print(apis.supervisor.show_profile()['sex'] != '')")).text == "True\n"
+        pids = [world.pid, copy.pid]
+        await copy.close()
+        for _ in range(200):
+            if not any(os.path.exists(f"/proc/{p}") for p in pids):
+                break
+            await asyncio.sleep(0.02)
+        assert not [p for p in pids if os.path.exists(f"/proc/{p}")]
+        assert not pool._worlds and not pool._outputs._slots
+
+    with_world(mini_root, steps)
+
+
+def test_a_hostile_copy_cannot_reach_the_original(mini_root):
+    async def steps(pool, world):
+        copy = await world.fork()
+        step = await copy.execute("posix = __import__('posix')\nfor s in (15, 9, 19, 14): \n    try: posix.kill(posix.getppid(), s)\n    except OSError as e: print(e)")
+        assert step.text.count("not permitted") == 4
+        await copy.close()
+        return (await world.execute("print(1)")).text
+
+    assert with_world(mini_root, steps) == "1\n"
+
+
+def test_copies_end_with_the_pool_and_with_the_server(mini_root):
+    async def steps(pool, world):
+        copy = await world.fork()
+        os.kill(pool.server_pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await copy.execute("while True: pass")
+        for _ in range(200):
+            if not os.path.exists(f"/proc/{copy.pid}"):
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    assert with_world(mini_root, steps)
+
+
+# Whose doing an end is.
+
+
+def _agent_pid(world):
+    with open(f"/proc/{world.pid}/task/{world.pid}/children") as children:
+        return int(children.read().split()[0])
+
+
+def test_a_kill_from_outside_is_no_doing_of_the_agent(mini_root):
+    async def steps(pool, world):
+        running = asyncio.ensure_future(world.execute("while True: pass"))
+        await asyncio.sleep(0.5)
+        os.kill(_agent_pid(world), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="killed from outside"):
+            await running
+        with pytest.raises(WorkerDied):
+            await world.execute("print(1)")
+
+    with_world(mini_root, steps)
+
+
+def test_a_kill_of_the_engines_side_takes_the_code_along(mini_root):
+    async def steps(pool, world):
+        agent = _agent_pid(world)
+        running = asyncio.ensure_future(world.execute("while True: pass"))
+        await asyncio.sleep(0.5)
+        os.kill(world.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await running
+        for _ in range(200):
+            if not os.path.exists(f"/proc/{agent}"):
+                return True
+            time.sleep(0.02)
+        return False
+
+    assert with_world(mini_root, steps)
+
+
+def test_memory_of_a_tree_counts_children_once():
+    import subprocess
+    import sys
+
+    with subprocess.Popen([sys.executable, "-c", "x = bytearray(50_000_000)\nprint(1, flush=True)\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        held = tree_memory(child.pid)
+        assert 50e6 < held < 120e6 and tree_memory(child.pid, 30_000_000) == held - 30_000_000
+        child.stdin.close()

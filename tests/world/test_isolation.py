@@ -1,0 +1,118 @@
+"""Layers of isolation: what each does, and what happens where one is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import struct
+
+import pytest
+
+from sage_jax.errors import ConfigError
+from sage_jax.world.isolation import LAYERS, IsolationError, Layer, describe, readable_paths, seccomp_program
+from sage_jax.world.pool import Limits, WorldPool
+
+
+def run(root, code, **options):
+    async def whole():
+        async with WorldPool(root.path, limits=Limits(), outputs=None, max_open=1, **options) as pool:
+            world = await pool.open(root.task_ids("dev")[0], experiment="e", keep=False)
+            step = await world.execute(code)
+            await world.close()
+            return step, pool.layers
+
+    return asyncio.run(whole())
+
+
+def truth(root):
+    return f"{root.path}/data/tasks/{root.task_ids('dev')[0]}/ground_truth/answer.json"
+
+
+def test_without_the_file_layer_a_pool_does_not_start(mini_root):
+    with pytest.raises(ConfigError, match=r"world\.allow_unisolated=True"):
+        run(mini_root, "1", layers_off=["landlock"])
+
+
+def test_without_it_and_allowed_the_rest_still_holds(mini_root):
+    code = "print(open_file)\n".replace("open_file", f"__import__('io').FileIO({truth(mini_root)!r}).read()")
+    step, layers = run(mini_root, code, layers_off=["landlock"], allow_unisolated=True)
+    assert not layers["landlock"].on and layers["seccomp"].on
+    assert describe(layers).startswith("WORLDS ARE NOT ISOLATED")
+    step, _ = run(mini_root, "__import__('_socket').socket()", layers_off=["landlock"], allow_unisolated=True)
+    assert "not permitted" in step.text
+
+
+@pytest.mark.parametrize("off", [["uid"], ["seccomp"], ["uid", "seccomp"], ["limits"], ["privileges"]])
+def test_the_file_layer_holds_without_others(mini_root, off):
+    step, layers = run(mini_root, f"print(__import__('io').FileIO({truth(mini_root)!r}).read())", layers_off=off)
+    assert step.failed and "ermission" in step.text
+    assert [name for name in off if layers[name].on] == []
+    assert describe(layers).startswith("isolation of worlds:") and f"{off[0]} is off (switched off)" in describe(layers)
+
+
+def test_modes_and_times_are_closed_without_the_uid(mini_root):
+    for call in ("chmod({!r}, 0o777)", "utime({!r})"):
+        step, _ = run(mini_root, "__import__('posix')." + call.format(truth(mini_root)), layers_off=["uid"])
+        assert step.failed and "not permitted" in step.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_each_world_has_a_user_of_its_own(mini_root):
+    async def whole():
+        async with WorldPool(mini_root.path, limits=Limits(), outputs=None, max_open=3) as pool:
+            worlds = [await pool.open(mini_root.task_ids("dev")[0], experiment="e", keep=False) for _ in range(3)]
+            uids = [(await w.execute("print(__import__('posix').getuid())")).text for w in worlds]
+            for w in worlds:
+                await w.close()
+            return uids
+
+    uids = asyncio.run(whole())
+    assert len(set(uids)) == 3 and all(int(u) >= 1_000_000_000 for u in uids)
+
+
+def test_readable_paths_leave_our_own_sources_out(tmp_path):
+    paths = readable_paths(tmp_path / "sage_jax")
+    assert not [p for p in paths if "sage_jax" in os.path.basename(p)]
+    assert any(os.path.basename(p) == "appworld" or p.endswith("site-packages") for p in paths)
+
+
+def _run_filter(program, number, arguments, arch=0xC000003E):
+    """A classic BPF machine, as far as the filter uses it."""
+    data = struct.pack("=IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    code = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    at, a = 0, 0
+    while True:
+        op, yes, no, k = code[at]
+        at += 1
+        if op == 0x20:
+            (a,) = struct.unpack_from("=I", data, k)
+        elif op == 0x06:
+            return k
+        else:
+            hit = {0x15: a == k, 0x45: bool(a & k), 0x35: a >= k}[op]
+            at += yes if hit else no
+
+
+def test_the_filter_line_by_line():
+    program = seccomp_program(4711, guard_attributes=True, machine="x86_64")
+    allow, deny, missing = 0x7FFF0000, 0x00050001, 0x00050026
+    for number, arguments, wanted in (
+        (0, [], allow), (1, [], allow), (53, [], allow),  # read, write, socketpair
+        (41, [], deny), (59, [], deny), (101, [], deny), (90, [], deny), (272, [], deny),  # socket, execve, ptrace, chmod, unshare
+        (62, [4711, 15], allow), (62, [4711, 9], deny), (62, [4711, 19], deny), (62, [4712, 15], deny), (62, [2**32 - 1, 9], deny),  # kill
+        (234, [4711, 4711, 6], allow), (234, [4711, 4711, 9], deny), (234, [1, 1, 6], deny),  # tgkill
+        (56, [0x01200011], allow), (56, [0x10000000], deny), (56, [0x02000000], deny), (435, [], missing),  # clone, clone3
+        (0x40000000, [], missing),  # x32
+    ):  # fmt: skip
+        assert _run_filter(program, number, arguments) == wanted, (number, arguments)
+    assert _run_filter(program, 0, [], arch=0x40000003) == deny
+    assert _run_filter(seccomp_program(1, guard_attributes=False, machine="x86_64"), 90, []) == allow
+    assert _run_filter(seccomp_program(1, guard_attributes=True, machine="aarch64"), 198, [], arch=0xC00000B7) == deny
+    with pytest.raises(IsolationError, match="not known; known: x86_64, aarch64"):
+        seccomp_program(1, guard_attributes=True, machine="vax")
+
+
+def test_layers_are_all_named():
+    assert set(LAYERS) == set(describe({name: Layer(True) for name in LAYERS}).split(": ")[1].split(", "))
+    assert platform.machine() in ("x86_64", "aarch64")

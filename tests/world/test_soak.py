@@ -86,7 +86,7 @@ def chaos(root, episodes, side_by_side, every_s):
 
             async def worker():
                 for number in waiting:
-                    for attempt in range(50):
+                    for _ in range(50):
                         try:
                             _, judgement = await asyncio.wait_for(episode(pool, root, number), 300)
                             break

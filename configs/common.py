@@ -26,7 +26,7 @@ def base() -> ConfigDict:
     c.world.disk_mb = 64  # of files that the code of one world may write
     c.world.processes = 16  # of the code of one world
     c.world.allow_unisolated = False  # run also where the kernel has no Landlock: the code could then read the ground truth
-    c.world.remote = ""  # http://HOST:PORT of a `sage_jax.world.serve`; the token is taken from SAGE_WORLDS_TOKEN
+    c.world.remote = ""  # http://HOST:PORT of a `sage_jax.world.serve` (token in SAGE_WORLDS_TOKEN), or "ray", ray://HEAD:PORT; empty: here
     c.world.output_chars = 20_000  # of one step; head and tail are kept
 
     c.model = ConfigDict()

@@ -3,7 +3,7 @@
 Layout: workdir/eval/<arm>/<split>/run<i>.jsonl, and arm.json, which is written last and says that the arm is complete
 and of what. Until then begun.json says of what, and part<i>.jsonl holds the scenarios that are finished: a killed
 evaluation goes on from there. With `keep_outputs` the engine's own files lie in
-workdir/experiments/outputs/<arm>-<split>-run<i>/tasks/ID.
+workdir/experiments/outputs/<arm>-run<i>_<split>/tasks/ID; the names end as the engine's leaderboard tools want them.
 """
 
 from __future__ import annotations

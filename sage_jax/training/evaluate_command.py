@@ -58,7 +58,7 @@ def _plain(config: ConfigDict, workdir: Path, arm: Arm) -> list:
         print(f"{len(unfinished)} tasks pass every test without complete_task, so the engine's own report counts them and ours does not:")
         print("  " + " ".join(unfinished))
     if config.eval.keep_outputs:
-        kept = sorted(p.name for p in (workdir / "experiments" / "outputs").glob(f"{arm.name}-{arm.split}-run*"))
+        kept = sorted(p.name for p in (workdir / "experiments" / "outputs").glob(f"{arm.name}-run*_{arm.split}"))
         print(f"The engine's own report: cd {workdir} && appworld evaluate {kept[0] if kept else '<experiment>'} {arm.split}")
     return rows
 

@@ -31,6 +31,12 @@ class Run:
     policy: Policy
 
 
+def outputs_name(name: str, run: int) -> str:
+    """Folder of a run's engine outputs: "<arm>-run<i>_<split>" for the name "<arm>/<split>"."""
+    arm, _, split = name.rpartition("/")
+    return experiment_name(f"{arm or name}-run{run}" + (f"_{split}" if arm else ""))
+
+
 async def evaluate(
     root: DataRoot,
     split: str,
@@ -90,7 +96,7 @@ async def evaluate(
     jobs = [
         run_chains(
             chains, 1, run.policy, worlds, spec, seed=seed, path=(run.index,), name=f"{name}/run{run.index}",
-            experiment=experiment_name(f"{name}/run{run.index}"), skills=skills,
+            experiment=outputs_name(name, run.index), skills=skills,
             keep=library == "chain", facts=facts, count=count, on_progress=progress,
             skip={i for i, (scenario, _) in enumerate(groups) if (run.index, scenario) in done},
             on_rollout=functools.partial(on_scenario, run.index) if on_scenario is not None else None,

@@ -37,6 +37,7 @@ from sage_jax.training.checkpoints import Checkpoints
 from sage_jax.world.isolation import describe as describe_layers
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.ray_pool import RayPool
 from sage_jax.world.remote import RemotePool
 from sage_jax.world.roots import DataRoot, resolve_root
 from sage_jax.world.types import Task
@@ -62,15 +63,19 @@ def data_root(config: ConfigDict, *, seed: int | None = None, check: bool = True
     return resolve_root(w.kind, w.path or None, scenarios=w.scenarios, seed=w.seed if seed is None else seed, check=check)
 
 
-def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool | RemotePool:
+def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> WorldPool | RemotePool | RayPool:
     w = config.world
-    if w.remote:
+    ray = w.remote == "ray" or w.remote.startswith("ray://")
+    if w.remote and not ray:
         return RemotePool(w.remote, os.environ.get("SAGE_WORLDS_TOKEN", ""), root=root)
     limits = Limits(
         open_s=w.open_s, execute_s=w.execute_s, install_s=w.install_s, evaluate_s=w.evaluate_s, close_s=w.close_s,
         memory_mb=w.memory_mb, disk_mb=w.disk_mb, processes=w.processes, output_chars=w.output_chars,
     )
-    return WorldPool(root.path, limits=limits, outputs=outputs, max_open=w.max_open, allow_unisolated=w.allow_unisolated)
+    options = {"limits": limits, "outputs": outputs, "max_open": w.max_open, "allow_unisolated": w.allow_unisolated}
+    if ray:
+        return RayPool("auto" if w.remote == "ray" else w.remote, root.path, **options)
+    return WorldPool(root.path, **options)
 
 
 class Session:

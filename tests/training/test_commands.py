@@ -73,6 +73,13 @@ def test_our_table_is_the_engines_report(mini_root, tmp_path, monkeypatch):
     done = subprocess.run(run, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / "experiments/outputs" / experiment / "evaluations" / "train.json").read_text())
+    assert experiment == "scripted-run0_train"
+    folder = tmp_path / "experiments/outputs" / experiment
+    calls = [json.loads(line) for line in (folder / "tasks" / tasks[0] / "logs" / "lm_calls.jsonl").read_text().splitlines()]
+    assert calls[0]["input"]["messages"][-1]["role"] == "user" and "```python" in calls[0]["output"]["message"]["content"]
+    run = [sys.executable, "-m", "appworld.cli", "pack", experiment, "test_normal", "sage_jax", "-", "none", "-", "http://localhost"]
+    done = subprocess.run(run, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and (folder / "leaderboard.bundle").stat().st_size > 1000, done.stderr[-2000:]
     ours = [100 * row["tgc"], 100 * row["sgc"]]
     assert [report["aggregate"][k] for k in ("task_goal_completion", "scenario_goal_completion")] == pytest.approx(ours, abs=0.06)
 

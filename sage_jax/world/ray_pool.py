@@ -1,0 +1,244 @@
+"""Worlds on the machines of a Ray cluster that already runs: the interface of `pool.WorldPool`, one pool a node.
+
+    pip install -e ".[ray]"     --config.world.remote=ray://HEAD:10001, or "ray" for the cluster that this process belongs to
+
+Each node gets an actor that owns a `WorldPool` over the data root at the same path there (for a mini world: built on that node). A world is opened
+where most places are free. An actor that is lost is started anew by Ray; its worlds raise WorkerDied, so that their episodes
+run again. Only plain values cross.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sage_jax import errors
+from sage_jax.errors import ConfigError, InfrastructureError, WorkerDied, WorldOpenError
+from sage_jax.world.isolation import Layer
+from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.types import InstallVerdict, Judgement, StepResult
+
+
+def _import_ray():
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError('world.remote names a Ray cluster, and Ray is not installed: pip install -e ".[ray]"') from error
+    return ray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Skill:
+    id: str
+    name: str
+    code: str
+
+
+class _Host:
+    """The actor of one node. Every method returns {"value": ...} or {"error": [type, message]}."""
+
+    def __init__(self, root: str, limits: dict[str, Any], outputs: str | None, max_open: int, allow_unisolated: bool):
+        self._made = {"limits": Limits(**limits), "outputs": Path(outputs) if outputs else None, "max_open": max_open, "allow_unisolated": allow_unisolated}
+        self._root = Path(root)
+        self._pool: WorldPool | None = None
+        self._starting = asyncio.Lock()
+        self._worlds: dict[str, Any] = {}
+        self._number = 0
+
+    async def do(self, operation: str, world: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"value": await self._do(operation, world, arguments)}
+        except errors.SageError as error:
+            return {"error": [type(error).__name__, str(error)]}
+
+    async def _do(self, operation: str, name: str, arguments: dict[str, Any]) -> Any:
+        async with self._starting:
+            if self._pool is None:
+                pool = WorldPool(self._root, **self._made)
+                await pool.start()
+                self._pool = pool
+        if operation == "about":
+            return {"max_open": self._pool.max_open, "layers": {n: [x.on, x.reason] for n, x in self._pool.layers.items()}}
+        if operation == "stop":
+            pool, self._pool = self._pool, None
+            self._worlds.clear()
+            return await pool.close()
+        if operation == "open":
+            return self._keep(await self._pool.open(**arguments))
+        world = self._worlds.get(name)
+        if world is None:
+            if operation == "close":
+                return None
+            raise WorkerDied(f"world {name} is not here: its node's actor was started anew")
+        if operation == "close":
+            del self._worlds[name]
+            return await world.close()
+        if operation == "fork":
+            return self._keep(await world.fork())
+        if operation == "install":
+            return [dataclasses.asdict(v) for v in await world.install([_Skill(**s) for s in arguments["skills"]])]
+        value = await getattr(world, operation)(**arguments)
+        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+    def _keep(self, world: Any) -> str:
+        self._number += 1
+        self._worlds[f"w{self._number}"] = world
+        return f"w{self._number}"
+
+
+class RayPool:
+    """See the module's text.
+
+    Args:
+      address: of the cluster, as `ray.init` takes it; "auto" for the one that this process belongs to.
+      root, limits, outputs, max_open, allow_unisolated: as for `WorldPool`, of each node.
+    """
+
+    def __init__(self, address: str, root: Path, *, limits: Limits, outputs: Path | None, max_open: int, allow_unisolated: bool = False):
+        self._ray, self._address = _import_ray(), address
+        self._made = (str(root), dataclasses.asdict(limits), str(outputs) if outputs else None, max_open, allow_unisolated)
+        self._hosts: list[Any] = []
+        self._open: list[int] = []
+        self._places: list[int] = []
+        self._free = asyncio.Condition()
+        self._worlds: set[RayWorld] = set()
+        self._patience_s = limits.start_s
+        self.layers: dict[str, Layer] = {}
+
+    async def __aenter__(self) -> RayPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Connects and starts an actor on every node.
+
+        Raises:
+          ConfigError, WorldOpenError: no cluster there, or a pool that cannot start.
+        """
+        ray = self._ray
+        if not ray.is_initialized():
+            try:
+                ray.init(address=self._address, logging_level="ERROR", log_to_driver=False)
+            except (ConnectionError, RuntimeError) as error:
+                raise ConfigError(f"no Ray cluster at {self._address!r}: {error}") from error
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4096)(_Host)
+        for node in sorted(n["NodeID"] for n in ray.nodes() if n["Alive"]):
+            self._hosts.append(remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*self._made))
+        abouts = await asyncio.gather(*(self._call(n, "about", "") for n in range(len(self._hosts))))
+        self._places = [int(a["max_open"]) for a in abouts]
+        self._open = [0] * len(self._hosts)
+        self.max_open = sum(self._places)
+        # A layer is on if it is on everywhere.
+        for name, (on, reason) in abouts[0]["layers"].items():
+            off = [a["layers"][name][1] for a in abouts if not a["layers"][name][0]]
+            self.layers[name] = Layer(on and not off, off[0] if off else reason)
+
+    async def close(self) -> None:
+        """Closes every world and ends the actors. Harmless when done twice."""
+        await asyncio.gather(*(w.close() for w in list(self._worlds)))
+        hosts, self._hosts = self._hosts, []
+        for host in hosts:
+            with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+                await asyncio.wait_for(host.do.remote("stop", "", {}), 30)
+            self._ray.kill(host)
+
+    async def open(self, task_id: str, *, experiment: str, keep: bool) -> RayWorld:
+        """As `WorldPool.open`; kept outputs lie on the node that had the world."""
+        async with self._free:
+            await self._free.wait_for(lambda: any(o < p for o, p in zip(self._open, self._places)))
+            host = max(range(len(self._places)), key=lambda n: (self._places[n] - self._open[n], -n))
+            self._open[host] += 1
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        try:
+            while True:
+                try:
+                    name = await self._call(host, "open", "", task_id=task_id, experiment=experiment, keep=keep)
+                    break
+                except WorkerDied as error:
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise WorldOpenError(f"node {host} of the Ray cluster: {error}") from error
+                    await asyncio.sleep(0.5)  # Ray starts the actor anew
+        except BaseException:
+            await self._release(host)
+            raise
+        world = RayWorld(self, host, name, task_id, copy=False)
+        self._worlds.add(world)
+        return world
+
+    async def _release(self, host: int) -> None:
+        async with self._free:
+            self._open[host] -= 1
+            self._free.notify_all()
+
+    async def _call(self, host: int, operation: str, world: str, **arguments: Any) -> Any:
+        try:
+            reply = await self._hosts[host].do.remote(operation, world, arguments)
+        except self._ray.exceptions.RayError as error:
+            raise WorkerDied(f"node {host} of the Ray cluster: {type(error).__name__}: {str(error)[:300]}") from error
+        if "error" in reply:
+            name, message = reply["error"]
+            raise getattr(errors, name, InfrastructureError)(message)
+        return reply["value"]
+
+
+class RayWorld:
+    """One world on a node (`World` of `types`). One call at a time."""
+
+    def __init__(self, pool: RayPool, host: int, name: str, task_id: str, *, copy: bool):
+        self._pool, self._host, self._name, self._copy, self.task_id = pool, host, name, copy, task_id
+        self._closed = False
+
+    async def install(self, skills: Sequence) -> list[InstallVerdict]:
+        """As `PoolWorld.install`."""
+        texts = [{"id": s.id, "name": s.name, "code": s.code} for s in skills]
+        return [InstallVerdict(**v) for v in await self._call("install", skills=texts)] if texts else []
+
+    async def execute(self, code: str) -> StepResult:
+        """As `PoolWorld.execute`."""
+        return StepResult(**await self._call("execute", code=code))
+
+    async def completed(self) -> bool:
+        """As `PoolWorld.completed`."""
+        return await self._call("completed")
+
+    async def evaluate(self) -> Judgement:
+        """As `PoolWorld.evaluate`."""
+        return Judgement(**await self._call("evaluate"))
+
+    async def fork(self) -> RayWorld:
+        """As `PoolWorld.fork`, on the same node."""
+        copy = RayWorld(self._pool, self._host, await self._call("fork"), self.task_id, copy=True)
+        self._pool._worlds.add(copy)
+        return copy
+
+    async def record_lm_calls(self, calls: Sequence[dict]) -> None:
+        """As `PoolWorld.record_lm_calls`."""
+        await self._call("record_lm_calls", calls=list(calls))
+
+    async def close(self) -> None:
+        """As `PoolWorld.close`; harmless when the node is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pool._worlds.discard(self)
+        try:
+            await self._pool._call(self._host, "close", self._name)
+        except InfrastructureError:
+            pass  # gone with its actor
+        finally:
+            if not self._copy:
+                await self._pool._release(self._host)
+
+    async def _call(self, operation: str, **arguments: Any) -> Any:
+        if self._closed:
+            raise RuntimeError(f"the world of task {self.task_id} is closed")
+        return await self._pool._call(self._host, operation, self._name, **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
@@ -60,7 +61,7 @@ def test_every_app_answers_in_the_copy_and_then_in_the_original(mini_root):
 
     (first, original, again), after = with_world(mini_root, steps)
     assert first == original == again == after and not first.startswith("Execution failed")
-    apps = eval(first)
+    apps = ast.literal_eval(first)
     assert len(apps) >= 9 and all(apps.values()), apps
 
 

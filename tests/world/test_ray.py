@@ -43,7 +43,7 @@ def test_ray_equals_local(mini_root):
             await copy.close()
             assert (await world.execute("print(x)")).text == "1\n"
             # The actor is killed: its worlds are infrastructure errors, and openings go on in the new one.
-            pid = int((await pool._hosts[0].__ray_call__.remote(lambda self: os.getpid())))
+            pid = int(await pool._hosts[0].__ray_call__.remote(lambda self: os.getpid()))
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(WorkerDied):
                 for _ in range(50):

@@ -334,7 +334,6 @@ def _environment(outputs: Outputs) -> dict[str, str]:
         "TZ": "UTC",
         "PYTHONPATH": package_parent,
         "PYTHONHASHSEED": "0",  # the order of a printed set must not change from server to server
-        "PYTHONDONTWRITEBYTECODE": "1",
         "APPWORLD_ROOT": str(outputs.view),
         "APPWORLD_CACHE": str(outputs.home / "appworld"),
         "CUDA_VISIBLE_DEVICES": "",

@@ -51,14 +51,16 @@ class Service:
     """The application `app`, over a pool that it starts and closes.
 
     Args:
+      own: False for a pool that somebody else starts and closes, in the same loop.
       token: what a client must send as `Authorization: Bearer <token>`.
       lease_s: seconds after which a silent client's worlds are closed.
     """
 
-    def __init__(self, pool: WorldPool, root: DataRoot, token: str, lease_s: float):
+    def __init__(self, pool: WorldPool, root: DataRoot, token: str, lease_s: float, *, own: bool = True):
         if not token:
             raise ConfigError("an empty token would let everybody run code here; give one")
         self._pool, self._root, self._token, self.lease_s = pool, root, token, lease_s
+        self._own = own
         self.boot = uuid.uuid4().hex
         self._clients: dict[str, _Client] = {}
         self._number = 0
@@ -67,7 +69,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette):
-        await self._pool.start()
+        if self._own:
+            await self._pool.start()
         watching = asyncio.create_task(self._watch())
         try:
             yield
@@ -76,7 +79,9 @@ class Service:
             for client in self._clients.values():
                 for call in client.calls.values():
                     call.cancel()
-            await self._pool.close()
+                await asyncio.gather(*(world.close() for world in client.worlds.values()))
+            if self._own:
+                await self._pool.close()
 
     def _refused(self, request: Request) -> JSONResponse | None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

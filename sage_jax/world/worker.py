@@ -30,6 +30,7 @@ from appworld.environment import AppWorld
 from fastapi.testclient import TestClient
 
 from sage_jax.world import isolation, judge, protocol, shell
+from sage_jax.world.watch import folder_bytes, parent_of, tree_memory
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _WATCH_S = 0.1  # between looks at memory and disk of a running step
@@ -118,7 +119,7 @@ class _World:
             said = self._ask({"op": "fork", "folder": spec["folder"]}, grace, grace, theirs.fileno())
             pid = int(said["pid"])
             handle = os.pidfd_open(pid)
-            if _parent(pid) != self.agent.pid:
+            if parent_of(pid) != self.agent.pid:
                 raise ValueError("it named a process that is not its child")
         except _Ended as end:
             return {"ended": end.text}
@@ -477,47 +478,3 @@ def _logged(method: str, url: urllib.parse.SplitResult, headers: list[tuple[str,
         if name.lower() == "authorization":
             data["access_token"] = value.removeprefix("Bearer ")
     return {"method": method.lower(), "url": url.path, "data": data}
-
-
-def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rsplit(")", 1)[1].split()[1])
-
-
-def tree_memory(pid: int, each: int = 0) -> int:
-    """Bytes of anonymous memory that a process and its descendants hold, beyond `each` bytes that every one of them inherited."""
-    total = 0
-    for one in _descendants(pid):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{one}/statm") as statm:
-                _, resident, shared, *_ = map(int, statm.read().split())
-            total += max(0, (resident - shared) * _PAGE - each)
-    return total
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def _descendants(pid: int) -> list[int]:
-    found, open_ones = [], [pid]
-    while open_ones and len(found) < 10_000:
-        one = open_ones.pop()
-        found.append(one)
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
-                with contextlib.suppress(OSError), open(f"/proc/{one}/task/{thread}/children") as children:
-                    open_ones += map(int, children.read().split())
-    return found
-
-
-def folder_bytes(folder: str) -> int:
-    """Bytes of the files below a folder, as the disk counts them."""
-    total, open_ones = 0, [folder]
-    while open_ones:
-        with contextlib.suppress(OSError), os.scandir(open_ones.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        open_ones.append(entry.path)
-    return total

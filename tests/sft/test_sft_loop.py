@@ -138,8 +138,6 @@ def test_refusals(tokenizer, tmp_path):
     write_dataset(tmp_path / "d.jsonl", records())
     with pytest.raises(ConfigError, match=r"batch=99"):
         run_sft(config(batch=99), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
-    with pytest.raises(ConfigError, match="sequence, token"):
-        run_sft(config(normaliser="constant"), load(tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
     for changes, message in ({"mode": "inline"}, "there is none"), ({"instruction": None}, "collect again"):
         records_ = [{**r, "meta": {k: v for k, v in (r["meta"] | changes).items() if v is not None}} for r in records()]
         write_dataset(tmp_path / "e.jsonl", records_)

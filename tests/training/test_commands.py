@@ -1,5 +1,6 @@
 """Collect, evaluate and their agreement with the engine's own report, on the real engine."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,6 +28,18 @@ def config_for(module, root, arg="runlocal"):
     config.world.path = str(root.path)
     config.world.max_open = 4
     return config
+
+
+@pytest.fixture(scope="module")
+def session(mini_root):
+    """One pool for the tests that keep no outputs: its start takes seconds."""
+    with setup.Session(config_for(evaluate_config, mini_root), mini_root, None) as session:
+        yield session
+
+
+@pytest.fixture
+def shared(session, monkeypatch):
+    monkeypatch.setattr(setup, "Session", lambda config, root, outputs: contextlib.nullcontext(session))
 
 
 def test_collect_writes_only_what_the_judge_passed(mini_root, tmp_path, capsys):
@@ -77,9 +90,6 @@ def test_our_table_is_the_engines_report(mini_root, tmp_path, monkeypatch):
     folder = tmp_path / "experiments/outputs" / experiment
     calls = [json.loads(line) for line in (folder / "tasks" / tasks[0] / "logs" / "lm_calls.jsonl").read_text().splitlines()]
     assert calls[0]["input"]["messages"][-1]["role"] == "user" and "```python" in calls[0]["output"]["message"]["content"]
-    run = [sys.executable, "-m", "appworld.cli", "pack", experiment, "test_normal", "sage_jax", "-", "none", "-", "http://localhost"]
-    done = subprocess.run(run, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and (folder / "leaderboard.bundle").stat().st_size > 1000, done.stderr[-2000:]
     ours = [100 * row["tgc"], 100 * row["sgc"]]
     assert [report["aggregate"][k] for k in ("task_goal_completion", "scenario_goal_completion")] == pytest.approx(ours, abs=0.06)
 
@@ -93,8 +103,9 @@ def test_wrong_requests_name_the_choices(mini_root, tmp_path):
         evaluate_command(config, tmp_path / "b", split="dev", policy="scripted")
 
 
-def test_a_file_of_scenarios_is_a_split(mini_root, tmp_path, capsys):
+def test_a_file_of_scenarios_is_a_split(mini_root, tmp_path, capsys, shared):
     config = config_for(evaluate_config, mini_root)
+    config.eval.keep_outputs = False
     scenario, ids = next(iter(mini_root.scenarios("train").items()))
     (tmp_path / "mine.txt").write_text(f"{scenario}\n")
     evaluate_command(config, tmp_path / "run", split=str(tmp_path / "mine.txt"), policy="scripted")
@@ -106,15 +117,16 @@ def test_a_file_of_scenarios_is_a_split(mini_root, tmp_path, capsys):
         evaluate_command(config, tmp_path / "run", split=str(tmp_path / "mine.txt"), policy="scripted")
 
 
-def test_another_policy_is_not_given_the_first_ones_numbers(mini_root, tmp_path):
+def test_another_policy_is_not_given_the_first_ones_numbers(mini_root, tmp_path, shared):
     config = config_for(evaluate_config, mini_root)
+    config.eval.keep_outputs = False
     evaluate_command(config, tmp_path, split="dev", policy="scripted")
     (tmp_path / "eval" / "scripted").rename(tmp_path / "eval" / "bundled")
     with pytest.raises(ConfigError, match=r"another measurement.*policy.*another --workdir"):
         evaluate_command(config, tmp_path, split="dev", policy="bundled")
 
 
-def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tmp_path, monkeypatch):
+def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tmp_path, monkeypatch, shared):
     config = config_for(evaluate_config, mini_root)
     config.eval.scenarios = 2
     config.eval.keep_outputs = False
@@ -145,7 +157,7 @@ def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tm
     assert len(asked) == 3, "a complete arm is read"
 
 
-def test_arms_of_several_runs_are_compared(mini_root, tmp_path):
+def test_arms_of_several_runs_are_compared(mini_root, tmp_path, shared):
     config = config_for(evaluate_config, mini_root)
     config.eval.runs = 1
     config.eval.keep_outputs = False

@@ -13,7 +13,7 @@ import pytest
 from sage_jax.errors import WorkerDied
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
-from sage_jax.world.worker import tree_memory
+from sage_jax.world.watch import tree_memory
 
 LIMITS = Limits(output_chars=5000)
 LOGIN = (
@@ -39,16 +39,32 @@ NOTES = "print(len(apis.simple_note.search_notes(access_token=tokens['simple_not
 WRITE = "apis.simple_note.create_note(access_token=tokens['simple_note'], title='t', content='c')\n" + NOTES
 
 
-def with_world(root, steps, **options):
-    async def whole():
-        async with WorldPool(root.path, limits=LIMITS, outputs=None, max_open=4, **options) as pool:
-            world = await pool.open(root.task_ids("dev")[0], experiment="e", keep=False)
-            try:
-                return await steps(pool, world)
-            finally:
-                await world.close()
+@pytest.fixture(scope="module", autouse=True)
+def shared(mini_root):
+    """One loop and one pool for the tests of this file: a start takes seconds."""
+    loop = asyncio.new_event_loop()
+    pool = WorldPool(mini_root.path, limits=LIMITS, outputs=None, max_open=4)
+    loop.run_until_complete(pool.start())
+    _SHARED[:] = [loop, pool]
+    yield
+    loop.run_until_complete(pool.close())
+    loop.close()
 
-    return asyncio.run(whole())
+
+_SHARED: list = []
+
+
+def with_world(root, steps):
+    loop, pool = _SHARED
+
+    async def whole():
+        world = await pool.open(root.task_ids("dev")[0], experiment="e", keep=False)
+        try:
+            return await steps(pool, world)
+        finally:
+            await world.close()
+
+    return loop.run_until_complete(whole())
 
 
 def test_every_app_answers_in_the_copy_and_then_in_the_original(mini_root):

@@ -25,11 +25,25 @@ TOKEN = "a-token-for-tests"
 LIMITS = Limits(output_chars=2000, execute_s=20.0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared(mini_root):
+    """One loop and one pool for the tests of this file: a start takes seconds."""
+    loop = asyncio.new_event_loop()
+    pool = WorldPool(mini_root.path, limits=LIMITS, outputs=None, max_open=4)
+    loop.run_until_complete(pool.start())
+    _SHARED[:] = [loop, pool]
+    yield
+    loop.run_until_complete(pool.close())
+    loop.close()
+
+
+_SHARED: list = []
+
+
 @contextlib.asynccontextmanager
 async def serving(root, port=0, lease_s=30.0, **options):
     """(url, service) of a server in this loop."""
-    pool = WorldPool(root.path, limits=LIMITS, outputs=None, max_open=4)
-    service = Service(pool, root, TOKEN, lease_s)
+    service = Service(_SHARED[1], root, TOKEN, lease_s, own=False)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", port))
@@ -80,8 +94,7 @@ def test_remote_equals_local_over_a_bad_line(mini_root, monkeypatch):
     tasks = mini_root.task_ids("dev")
 
     async def whole():
-        async with WorldPool(mini_root.path, limits=LIMITS, outputs=None, max_open=4) as local:
-            wanted = [await episode(local, mini_root, t) for t in tasks]
+        wanted = [await episode(_SHARED[1], mini_root, t) for t in tasks]
         async with serving(mini_root) as (url, service):
             remote = RemotePool(url, TOKEN, root=mini_root)
             await remote.start()
@@ -101,7 +114,7 @@ def test_remote_equals_local_over_a_bad_line(mini_root, monkeypatch):
             held = [w for c in service._clients.values() for w in c.worlds]
             return wanted, got, counts, slow, flaky.lost, held, remote.layers
 
-    wanted, got, counts, slow, lost, held, layers = asyncio.run(whole())
+    wanted, got, counts, slow, lost, held, layers = _SHARED[0].run_until_complete(whole())
     assert got == wanted and all(j.success for _, j in got)
     assert counts == [f"{n}\n" for n in range(1, 21)], "nothing ran twice, nothing was left out"
     assert slow.text == "20\n" and not slow.failed
@@ -129,7 +142,7 @@ def test_a_restarted_server_is_an_infrastructure_error(mini_root):
             await world.close()
             await remote.close()
 
-    asyncio.run(whole())
+    _SHARED[0].run_until_complete(whole())
 
 
 def test_nobody_there(mini_root):
@@ -137,7 +150,7 @@ def test_nobody_there(mini_root):
         with pytest.raises(WorkerDied, match=r"did not answer for 0\.3 s"):
             await RemotePool("http://127.0.0.1:9", TOKEN, root=None, patience_s=0.3).start()
 
-    asyncio.run(whole())
+    _SHARED[0].run_until_complete(whole())
 
 
 def test_worlds_of_a_vanished_client_are_closed(mini_root):
@@ -158,7 +171,7 @@ def test_worlds_of_a_vanished_client_are_closed(mini_root):
                 await kept.execute("print(1)")
             await remote._http.aclose()
 
-    asyncio.run(whole())
+    _SHARED[0].run_until_complete(whole())
 
 
 def test_token_and_root_are_checked(mini_root, tmp_path):
@@ -176,7 +189,7 @@ def test_token_and_root_are_checked(mini_root, tmp_path):
                 assert (await client.post("/call", json={})).status_code == 401
                 assert (await client.post("/call", content=b"x", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 400
 
-    asyncio.run(whole())
+    _SHARED[0].run_until_complete(whole())
     with pytest.raises(ConfigError, match="SAGE_WORLDS_TOKEN"):
         RemotePool("http://x", "", root=None)
 

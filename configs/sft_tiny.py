@@ -17,19 +17,10 @@ def get_config(arg=None):
     c.collect.seeds = (1, 2, 3, 4)
     c.collect.passes = 1
     c.world.max_open = 12
-    # Half of the demonstrations do not use what is in the library, and as many write plain statements as a function: what is
-    # better for the later tasks is left to RL. A failed first try is shown but not trained; what follows it is.
-    c.collect.reuse = 0.5
-    c.collect.modes.inline = 0.30
-    c.collect.modes.function = 0.32
-    c.collect.modes.lookup_function = 0.04
-    c.collect.modes.lookup_inline = 0.04
-    c.collect.modes.repair_function = 0.16
-    c.collect.modes.repair_inline = 0.14
     c.sft.steps = 550
     c.sft.short_steps = 250
     c.sft.batch = 32
-    c.sft.second_steps = 200
+    c.sft.second_steps = 400
     return common.with_arg(c, arg, runlocal=runlocal)
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from sage_jax.report.progress import terminal
 from sage_jax.world.pool import Limits, WorldPool
 from sage_jax.world.roots import SMOKE_SCENARIOS, resolve_root
+from sage_jax.world.watch import descendants
 
 OPEN = flags.DEFINE_list("open", ["1", "8", "32", "128"], "Numbers of open worlds to measure at.")
 SECONDS = flags.DEFINE_float("seconds", 10.0, "Seconds of measuring at each number, and for the stock way.")
@@ -163,7 +164,7 @@ async def _row(pool: WorldPool, tasks: list[str], number: int, seconds: float) -
         return world
 
     worlds = await asyncio.gather(*(opened(i) for i in range(number)))
-    whole = _pss(_tree(pool.server_pid))
+    whole = _pss(descendants(pool.server_pid))
     server = _pss([pool.server_pid])
     await asyncio.gather(*(w.close() for w in worlds))
     latencies.sort()
@@ -171,19 +172,6 @@ async def _row(pool: WorldPool, tasks: list[str], number: int, seconds: float) -
         "open": number, "worlds_per_s": finished / took, "executes_per_s": len(latencies) / took, "median_ms": statistics.median(latencies),
         "p99_ms": latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))], "pss_mib": (whole - server) / 2**20 / number, "gib": whole / 2**30,
     }  # fmt: skip
-
-
-def _tree(pid: int) -> list[int]:
-    found, todo = [], [pid]
-    while todo:
-        one = todo.pop()
-        found.append(one)
-        try:
-            for thread in os.listdir(f"/proc/{one}/task"):
-                todo += map(int, Path(f"/proc/{one}/task/{thread}/children").read_text().split())
-        except OSError:
-            continue  # it ended in between
-    return found
 
 
 def _pss(pids: list[int]) -> int:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sage_jax import errors
 from sage_jax.errors import ConfigError, InfrastructureError, WorkerDied, WorldOpenError
+from sage_jax.world.calls import CalledWorld
 from sage_jax.world.isolation import Layer
 from sage_jax.world.pool import Limits, WorldPool
-from sage_jax.world.types import InstallVerdict, Judgement, StepResult
 
 
 def _import_ray():
@@ -190,39 +189,20 @@ class RayPool:
         return reply["value"]
 
 
-class RayWorld:
-    """One world on a node (`World` of `types`). One call at a time."""
+class RayWorld(CalledWorld):
+    """One world on a node."""
 
     def __init__(self, pool: RayPool, host: int, name: str, task_id: str, *, copy: bool):
-        self._pool, self._host, self._name, self._copy, self.task_id = pool, host, name, copy, task_id
-        self._closed = False
+        super().__init__(task_id)
+        self._pool, self._host, self._name, self._copy = pool, host, name, copy
 
-    async def install(self, skills: Sequence) -> list[InstallVerdict]:
-        """As `PoolWorld.install`."""
-        texts = [{"id": s.id, "name": s.name, "code": s.code} for s in skills]
-        return [InstallVerdict(**v) for v in await self._call("install", skills=texts)] if texts else []
+    async def _send(self, operation: str, arguments: dict[str, Any]) -> Any:
+        return await self._pool._call(self._host, operation, self._name, **arguments)
 
-    async def execute(self, code: str) -> StepResult:
-        """As `PoolWorld.execute`."""
-        return StepResult(**await self._call("execute", code=code))
-
-    async def completed(self) -> bool:
-        """As `PoolWorld.completed`."""
-        return await self._call("completed")
-
-    async def evaluate(self) -> Judgement:
-        """As `PoolWorld.evaluate`."""
-        return Judgement(**await self._call("evaluate"))
-
-    async def fork(self) -> RayWorld:
-        """As `PoolWorld.fork`, on the same node."""
-        copy = RayWorld(self._pool, self._host, await self._call("fork"), self.task_id, copy=True)
+    def _copied(self, name: str) -> RayWorld:
+        copy = RayWorld(self._pool, self._host, name, self.task_id, copy=True)
         self._pool._worlds.add(copy)
         return copy
-
-    async def record_lm_calls(self, calls: Sequence[dict]) -> None:
-        """As `PoolWorld.record_lm_calls`."""
-        await self._call("record_lm_calls", calls=list(calls))
 
     async def close(self) -> None:
         """As `PoolWorld.close`; harmless when the node is gone."""
@@ -237,8 +217,3 @@ class RayWorld:
         finally:
             if not self._copy:
                 await self._pool._release(self._host)
-
-    async def _call(self, operation: str, **arguments: Any) -> Any:
-        if self._closed:
-            raise RuntimeError(f"the world of task {self.task_id} is closed")
-        return await self._pool._call(self._host, operation, self._name, **arguments)

@@ -12,17 +12,16 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from sage_jax import errors
 from sage_jax.errors import ConfigError, InfrastructureError, WorkerDied, WorldOpenError
+from sage_jax.world.calls import CalledWorld
 from sage_jax.world.isolation import Layer
 from sage_jax.world.roots import DataRoot
 from sage_jax.world.service import POLL_S, tasks_digest
-from sage_jax.world.types import InstallVerdict, Judgement, StepResult
 
 _PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between tries
 
@@ -156,41 +155,20 @@ class _Restarted(WorkerDied):
     """The server that ran the call is no more."""
 
 
-class RemoteWorld:
-    """One world on the server (`World` of `types`). One call at a time."""
+class RemoteWorld(CalledWorld):
+    """One world on the server."""
 
     def __init__(self, pool: RemotePool, name: str, task_id: str):
-        self._pool, self._name, self.task_id = pool, name, task_id
-        self._closed = False
+        super().__init__(task_id)
+        self._pool, self._name = pool, name
 
-    async def install(self, skills: Sequence) -> list[InstallVerdict]:
-        """As `PoolWorld.install`."""
-        texts = [{"id": s.id, "name": s.name, "code": s.code} for s in skills]
-        return [InstallVerdict(**v) for v in await self._call("install", skills=texts)] if texts else []
+    async def _send(self, operation: str, arguments: dict[str, Any]) -> Any:
+        return await self._pool._call(operation, self._name, **arguments)
 
-    async def execute(self, code: str) -> StepResult:
-        """As `PoolWorld.execute`; `seconds` are the server's."""
-        value = await self._call("execute", code=code)
-        return StepResult(**{**value, "skill_calls": tuple(value["skill_calls"])})
-
-    async def completed(self) -> bool:
-        """As `PoolWorld.completed`."""
-        return bool(await self._call("completed"))
-
-    async def evaluate(self) -> Judgement:
-        """As `PoolWorld.evaluate`."""
-        value = await self._call("evaluate")
-        return Judgement(**{**value, "passes": tuple(value["passes"]), "failures": tuple(value["failures"])})
-
-    async def fork(self) -> RemoteWorld:
-        """As `PoolWorld.fork`."""
-        copy = RemoteWorld(self._pool, await self._call("fork"), self.task_id)
+    def _copied(self, name: str) -> RemoteWorld:
+        copy = RemoteWorld(self._pool, name, self.task_id)
         self._pool._worlds.add(copy)
         return copy
-
-    async def record_lm_calls(self, calls: Sequence[dict]) -> None:
-        """As `PoolWorld.record_lm_calls`, on the server's machine."""
-        await self._call("record_lm_calls", calls=list(calls))
 
     async def close(self) -> None:
         """Closes it; a server that cannot be reached closes it by itself when the lease runs out."""
@@ -202,8 +180,3 @@ class RemoteWorld:
             await self._pool._call("close", self._name)
         except InfrastructureError:
             return
-
-    async def _call(self, operation: str, **arguments: Any) -> Any:
-        if self._closed:
-            raise RuntimeError(f"the world of task {self.task_id} is closed")
-        return await self._pool._call(operation, self._name, **arguments)

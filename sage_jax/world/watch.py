@@ -15,7 +15,7 @@ def parent_of(pid: int) -> int:
 def tree_memory(pid: int, each: int = 0) -> int:
     """Bytes of anonymous memory that a process and its descendants hold, beyond `each` bytes that every one of them inherited."""
     total = 0
-    for one in _descendants(pid):
+    for one in descendants(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{one}/statm") as statm:
                 _, resident, shared, *_ = map(int, statm.read().split())
@@ -26,7 +26,8 @@ def tree_memory(pid: int, each: int = 0) -> int:
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """The process and all below it, at most about 10,000."""
     found, open_ones = [], [pid]
     while open_ones and len(found) < 10_000:
         one = open_ones.pop()

@@ -129,7 +129,7 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         Program("other processes' memory", _READ + f"read('/proc/{trainer}/environ')\nread('/proc/{server}/mem')\nread('/proc/self/maps')\nprint(found)", "any", "", "PermissionError"),
         Program("root of another process", _READ + f"read('/proc/{trainer}/root{truth}/answer.json')\nprint(found)", "any", "", "PermissionError"),
         Program("environment", "os = __import__('os')\nprint(dict(os.environ))", "any"),
-        Program("password file", _READ + "read('/etc/shadow')\nread('/etc/passwd')\nread('/root/.bash_history')\nprint(found)", "any", "", "PermissionError"),
+        Program("password file", _READ + "read('/etc/shadow')\nread('/etc/passwd')\nread('/etc/gshadow')\nprint(found)", "any", "", "PermissionError"),
         Program("other worlds' folders", _READ + "for p in glob.glob('../../*') + glob.glob('/dev/shm/*/*'): read(p)\nprint(found)", "any"),
         Program("write beside its folder", _P + "posix.mkdir('../../mine')", "failed"),
         Program("write the judge's inputs", _IO + f"for p in __import__('glob').glob('{view}/experiments/outputs/*/tasks/*/dbs/*'): io.FileIO(p, 'w')\nio.FileIO('{view}/experiments/outputs/x', 'w')", "failed"),

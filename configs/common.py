@@ -128,12 +128,16 @@ def base() -> ConfigDict:
     c.collect.modes.repair_function = 0.05
     c.collect.modes.repair_inline = 0.05
     c.collect.reuse = 1.0  # probability of calling a skill that is there
+    c.collect.first_page = 0.0  # probability that statements without a function read the first page of a list only
     c.collect.train_failed_turns = False
 
     c.sft = ConfigDict()
     c.sft.start = "random"  # "random", "bundled", or a Hugging Face folder
     c.sft.dataset = ""  # chat dataset (JSON lines) of sage_jax.sft; empty: dataset.jsonl in the workdir, as collect leaves it
     c.sft.renamed_copies = 8  # copies of each conversation with random names in place of its own; 0: train on it as it is
+    c.sft.weights = ConfigDict()  # mode -> copies of its conversations, relative to renamed_copies
+    for mode in ("call", "inline", "function", "lookup_inline", "lookup_function", "repair_inline", "repair_function"):
+        c.sft.weights[mode] = 1.0
     c.sft.short_steps = 0  # of the steps, the first ones, on short forms: instruction and call alone (see sft/short.py); 0: none
     c.sft.second_steps = 0  # updates of a second stage: the same conversations with other names, from the first stage's policy
     c.sft.second_lr = 2e-3

@@ -16,10 +16,19 @@ def get_config(arg=None):
     # Worlds of other seeds than the demo's: more names and titles to copy, and none of the demo's people is seen.
     c.collect.seeds = (1, 2, 3, 4)
     c.collect.passes = 1
+    # What one is in a hurry to write reads the first page; what is kept for later tasks reads all. RL can tell them apart.
+    c.collect.first_page = 0.8
+    c.collect.modes.inline = 0.45
+    c.collect.modes.function = 0.35
+    c.collect.modes.lookup_function = 0.04
+    c.collect.modes.lookup_inline = 0.04
+    c.collect.modes.repair_function = 0.06
+    c.collect.modes.repair_inline = 0.06
     c.world.max_open = 12
     c.sft.steps = 550
     c.sft.short_steps = 250
     c.sft.batch = 32
+    c.sft.weights.call = 0.5  # calls are learned soon
     c.sft.second_steps = 400
     return common.with_arg(c, arg, runlocal=runlocal)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-WAITS = "import time\nfrom sage_jax import entry\ndef main(config, workdir):\n    print('ready', flush=True)\n    time.sleep(60)\nentry.run(main, 'sage_jax.train')\n"
+WAITS = "import time\nfrom sage_jax import entry\ndef main(config, workdir):\n    print('ready', flush=True)\n    while True: time.sleep(0.1)\nentry.run(main, 'sage_jax.train')\n"
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "a shell's background job"])

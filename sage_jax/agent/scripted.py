@@ -43,12 +43,14 @@ class ScriptedPolicy:
       weights: mode -> relative frequency at a task without a usable skill. With one in the library the policy calls it
         with probability `reuse` and falls back to a mode without a function otherwise.
       reuse: in [0, 1].
+      first_page: probability in [0, 1] that statements written for the task at hand read the first page of a list only. They
+        pass where what is asked for happens to stand there; functions, written for later tasks too, read all pages.
       seed: of the choices; each depends on (seed, the key's path), never on order.
     """
 
     has_ids = False
 
-    def __init__(self, weights: Mapping[str, float], *, reuse: float, seed: int):
+    def __init__(self, weights: Mapping[str, float], *, reuse: float, seed: int, first_page: float = 0.0):
         unknown = set(weights) - set(MODES)
         if unknown:
             raise ConfigError(f"unknown demonstration mode {sorted(unknown)}; valid: {', '.join(MODES)}")
@@ -57,7 +59,7 @@ class ScriptedPolicy:
         self._modes = list(weights)
         total = sum(weights.values())
         self._p = np.array([weights[m] / total for m in self._modes])
-        self._reuse, self._seed = reuse, seed
+        self._reuse, self._seed, self._first_page = reuse, seed, first_page
         self._plans: dict[str, list[str]] = {}
 
     async def respond(self, conversation: Conversation, key: Key) -> Response:
@@ -85,6 +87,8 @@ class ScriptedPolicy:
             mode = mode.replace("function", "inline")
         conversation.labels["mode"] = mode
         start, _, style = mode.rpartition("_")
+        if style == "inline" and rng.random() < self._first_page:
+            script = dataclasses.replace(script, inline=script.inline.replace(", page_limit=20", ""))
         code = (script.function + "\n\n" + _finish(script, script.call)) if style == "function" else _inline(script)
         plan = [_block(code)]
         if start == "lookup" and script.lookup:

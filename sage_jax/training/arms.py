@@ -116,7 +116,7 @@ async def _run(config, root, loaded, engine, name, split, indices, asked, pool, 
     groups = list(root.scenarios(split).items())[: e.scenarios or None]
     facts = None
     if loaded is None:
-        scripted = ScriptedPolicy(config.collect.modes.to_dict(), reuse=config.collect.reuse, seed=config.seed)
+        scripted = ScriptedPolicy(config.collect.modes.to_dict(), reuse=config.collect.reuse, seed=config.seed, first_page=config.collect.first_page)
         facts = setup.scripts(root, [t for _, ids in groups for t in ids])
         policies = {i: scripted for i in indices}
     else:

@@ -82,7 +82,7 @@ def check_evaluation(config: ConfigDict) -> None:
 def check_collect(config: ConfigDict) -> None:
     """The rules of episodes and the demonstrations."""
     check_episodes(config)
-    ScriptedPolicy(config.collect.modes.to_dict(), reuse=config.collect.reuse, seed=config.seed)
+    ScriptedPolicy(config.collect.modes.to_dict(), reuse=config.collect.reuse, seed=config.seed, first_page=config.collect.first_page)
 
 
 def check_sft(config: ConfigDict) -> None:

@@ -103,7 +103,7 @@ async def _collect(config: ConfigDict, root: DataRoot, number: int, pool: WorldP
     episodes: list[Episode] = []
     with bar("collect", sum(len(ids) for _, _, chosen in passes for ids in chosen.values())) as advance:
         for index, (kind, weights, chosen) in enumerate(passes):
-            policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed)
+            policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed, first_page=c.first_page)
             spec = setup.episode_spec(config, keep_outputs=False, kind=kind)
             chains = [
                 [root.task(t) for t in draw_chain(config.seed, index, scenario, ids, len(ids))] for scenario, ids in chosen.items()

@@ -102,10 +102,10 @@ def _without(folder: Path, project: Path) -> list[str]:
     if not folder.is_dir():
         return []
     name = project.name
-    inside = folder in project.parents or any(p.name.startswith(name) for p in folder.iterdir())
+    inside = folder in project.parents or any(name in p.name for p in folder.iterdir())
     if not inside:
         return [str(folder)]
-    return [str(p) for p in folder.iterdir() if not p.name.startswith((name, f"__editable__.{name}")) and p.resolve() not in (project, *project.parents)]
+    return [str(p) for p in folder.iterdir() if name not in p.name and p.resolve() not in (project, *project.parents)]
 
 
 def take_on(plan: Plan, parent: int, keep: Iterable[int]) -> None:

@@ -8,6 +8,7 @@ statements written by the process that ran the agent's code.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -21,6 +22,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     from appworld.common.utils import import_models_module
     from appworld.evaluator import evaluate_task
 
+    sys.dont_write_bytecode = True  # the evaluation's source lies in the data root, which stays as it was built
     path_store.update_root(spec["root"])
     tracker = evaluate_task(spec["task_id"], experiment_name=spec["experiment"], save_report=spec["keep"])
     if tracker.total_count != tracker.num_tests:

@@ -54,7 +54,7 @@ def load(tokenizer):
 
 def config(**changes):
     c = ConfigDict({"seed": 0, "sft": dict(
-        steps=6, batch=4, held_out=0.2, renamed_copies=0, short_steps=0, normaliser="sequence", row_tokens=(64,), rows=2, lr=3e-3, schedule="cosine", warmup=1, b1=0.9, b2=0.99,
+        steps=6, batch=4, held_out=0.2, renamed_copies=0, weights={}, short_steps=0, normaliser="sequence", row_tokens=(64,), rows=2, lr=3e-3, schedule="cosine", warmup=1, b1=0.9, b2=0.99,
         eps=1e-8, weight_decay=0.0, clip_norm=1.0, eval_every=3, checkpoint_every=2, keep=2, max_bad_updates=3)})  # fmt: skip
     c.sft.update(changes)
     return c

@@ -31,6 +31,7 @@ def test_engine_reports_what_the_judge_said(mini_root, tmp_path):
         return judgements
 
     judgements = asyncio.run(whole())
+    assert not list(mini_root.path.rglob("*.pyc")), "judging leaves the data root as it was built"
     assert any(j.success for j in judgements.values()) and not all(j.success for j in judgements.values())
     folder = tmp_path / "experiments" / "outputs" / "ours/greedy" / "tasks" / task_ids[0]
     for file in ("dbs/supervisor.jsonl", "logs/api_calls.jsonl", "logs/environment_io.md", "evaluation/report.md"):

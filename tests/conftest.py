@@ -12,9 +12,13 @@ from sage_jax.world.roots import DataRoot, open_root
 
 @pytest.fixture(scope="session")
 def mini_cache(tmp_path_factory) -> Path:
-    """Cache folder of the tests' mini world: SAGE_TEST_CACHE (kept between runs), else a temporary folder."""
-    kept = os.environ.get("SAGE_TEST_CACHE")
-    return Path(kept) if kept else tmp_path_factory.mktemp("cache")
+    """Cache folder of the tests' mini world: SAGE_TEST_CACHE (kept between runs), else a temporary one of all test processes."""
+    if kept := os.environ.get("SAGE_TEST_CACHE"):
+        return Path(kept)
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # whoever comes second waits for the first one's build
+    return base / "cache"
 
 
 @pytest.fixture(scope="session")

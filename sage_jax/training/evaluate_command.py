@@ -23,6 +23,7 @@ from sage_jax.report.tables import (
 )
 from sage_jax.training import checks, setup
 from sage_jax.training.arms import Arm, measure
+from sage_jax.training.evaluation import outputs_name
 
 
 def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: str) -> None:
@@ -58,8 +59,8 @@ def _plain(config: ConfigDict, workdir: Path, arm: Arm) -> list:
         print(f"{len(unfinished)} tasks pass every test without complete_task, so the engine's own report counts them and ours does not:")
         print("  " + " ".join(unfinished))
     if config.eval.keep_outputs:
-        kept = sorted(p.name for p in (workdir / "experiments" / "outputs").glob(f"{arm.name}-run*_{arm.split}"))
-        print(f"The engine's own report: cd {workdir} && appworld evaluate {kept[0] if kept else '<experiment>'} {arm.split}")
+        kept = outputs_name(f"{arm.name}/{arm.split}", 0 if config.eval.greedy else 1)
+        print(f"The engine's own report: cd {workdir} && appworld evaluate {kept} {arm.split}")
     return rows
 
 

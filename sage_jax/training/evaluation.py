@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from sage_jax.agent.chain import Progress, Rollout, experiment_name, run_chains
@@ -32,9 +33,9 @@ class Run:
 
 
 def outputs_name(name: str, run: int) -> str:
-    """Folder of a run's engine outputs: "<arm>-run<i>_<split>" for the name "<arm>/<split>"."""
+    """Folder of a run's engine outputs: "<arm>-run<i>_<split>" for the name "<arm>/<split>", in the letters that `appworld pack` takes."""
     arm, _, split = name.rpartition("/")
-    return experiment_name(f"{arm or name}-run{run}" + (f"_{split}" if arm else ""))
+    return re.sub("[^a-z0-9_-]", "-", experiment_name(f"{arm or name}-run{run}" + (f"_{split}" if arm else "")).lower())
 
 
 async def evaluate(

@@ -28,6 +28,7 @@ import traceback
 from pathlib import Path
 
 from sage_jax.world import isolation
+from sage_jax.world.watch import parent_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MESSAGE_BYTES = 1 << 18
@@ -232,15 +233,14 @@ def _own_children() -> list[int]:
         with open(f"/proc/{pid}/task/{pid}/children") as children:
             return [int(word) for word in children.read().split()]
     except FileNotFoundError:  # a kernel without that list: look at every process
-        return [other for other in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(other) == pid]
+        return [other for other in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_child(other, pid)]
 
 
-def _parent(pid: int) -> int:
+def _is_child(pid: int, parent: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return int(stat.read().rsplit(")", 1)[1].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0  # it ended in between
+        return parent_of(pid) == parent
+    except OSError:
+        return False  # it ended in between
 
 
 def _kill(pid: int) -> None:

@@ -15,9 +15,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from sage_jax import errors
-from sage_jax.errors import ConfigError, InfrastructureError, WorkerDied, WorldOpenError
-from sage_jax.world.calls import CalledWorld
+from sage_jax.errors import ConfigError, InfrastructureError, SageError, WorkerDied, WorldOpenError
+from sage_jax.world.calls import CalledWorld, OpenWorlds, value_of
 from sage_jax.world.isolation import Layer
 from sage_jax.world.pool import Limits, WorldPool
 
@@ -30,63 +29,32 @@ def _import_ray():
     return ray
 
 
-@dataclasses.dataclass(frozen=True)
-class _Skill:
-    id: str
-    name: str
-    code: str
-
-
 class _Host:
-    """The actor of one node. Every method returns {"value": ...} or {"error": [type, message]}."""
+    """The actor of one node: a pool that starts with the first call."""
 
     def __init__(self, root: str, limits: dict[str, Any], outputs: str | None, max_open: int, allow_unisolated: bool):
         self._made = {"limits": Limits(**limits), "outputs": Path(outputs) if outputs else None, "max_open": max_open, "allow_unisolated": allow_unisolated}
         self._root = Path(root)
         self._pool: WorldPool | None = None
+        self._worlds: OpenWorlds | None = None
         self._starting = asyncio.Lock()
-        self._worlds: dict[str, Any] = {}
-        self._number = 0
 
     async def do(self, operation: str, world: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """As `OpenWorlds.answer`, with two more operations: "about" and "stop"."""
         try:
-            return {"value": await self._do(operation, world, arguments)}
-        except errors.SageError as error:
+            async with self._starting:
+                if self._pool is None:
+                    pool = WorldPool(self._root, **self._made)
+                    await pool.start()
+                    self._pool, self._worlds = pool, OpenWorlds(pool)
+            if operation == "stop":
+                pool, self._pool = self._pool, None
+                return {"value": await pool.close()}
+        except SageError as error:
             return {"error": [type(error).__name__, str(error)]}
-
-    async def _do(self, operation: str, name: str, arguments: dict[str, Any]) -> Any:
-        async with self._starting:
-            if self._pool is None:
-                pool = WorldPool(self._root, **self._made)
-                await pool.start()
-                self._pool = pool
         if operation == "about":
-            return {"max_open": self._pool.max_open, "layers": {n: [x.on, x.reason] for n, x in self._pool.layers.items()}}
-        if operation == "stop":
-            pool, self._pool = self._pool, None
-            self._worlds.clear()
-            return await pool.close()
-        if operation == "open":
-            return self._keep(await self._pool.open(**arguments))
-        world = self._worlds.get(name)
-        if world is None:
-            if operation == "close":
-                return None
-            raise WorkerDied(f"world {name} is not here: its node's actor was started anew")
-        if operation == "close":
-            del self._worlds[name]
-            return await world.close()
-        if operation == "fork":
-            return self._keep(await world.fork())
-        if operation == "install":
-            return [dataclasses.asdict(v) for v in await world.install([_Skill(**s) for s in arguments["skills"]])]
-        value = await getattr(world, operation)(**arguments)
-        return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-
-    def _keep(self, world: Any) -> str:
-        self._number += 1
-        self._worlds[f"w{self._number}"] = world
-        return f"w{self._number}"
+            return {"value": {"max_open": self._pool.max_open, "layers": {n: [x.on, x.reason] for n, x in self._pool.layers.items()}}}
+        return await self._worlds.answer(operation, world, arguments)
 
 
 class RayPool:
@@ -183,10 +151,7 @@ class RayPool:
             reply = await self._hosts[host].do.remote(operation, world, arguments)
         except self._ray.exceptions.RayError as error:
             raise WorkerDied(f"node {host} of the Ray cluster: {type(error).__name__}: {str(error)[:300]}") from error
-        if "error" in reply:
-            name, message = reply["error"]
-            raise getattr(errors, name, InfrastructureError)(message)
-        return reply["value"]
+        return value_of(reply)
 
 
 class RayWorld(CalledWorld):

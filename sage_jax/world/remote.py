@@ -16,9 +16,8 @@ from typing import Any
 
 import httpx
 
-from sage_jax import errors
 from sage_jax.errors import ConfigError, InfrastructureError, WorkerDied, WorldOpenError
-from sage_jax.world.calls import CalledWorld
+from sage_jax.world.calls import CalledWorld, value_of
 from sage_jax.world.isolation import Layer
 from sage_jax.world.roots import DataRoot
 from sage_jax.world.service import POLL_S, tasks_digest
@@ -125,10 +124,7 @@ class RemotePool:
                     break
         finally:
             self._waiting.discard(number)
-        if "error" in reply:
-            name, message = reply["error"]
-            raise getattr(errors, name, InfrastructureError)(message)
-        return reply["value"]
+        return value_of(reply)
 
     async def _request(self, method: str, path: str, body: dict | None, deadline: float) -> dict[str, Any]:
         for pause in itertools.chain(_PAUSE_S, itertools.repeat(_PAUSE_S[-1])):

@@ -18,33 +18,30 @@ import hashlib
 import hmac
 import time
 import uuid
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sage_jax.errors import ConfigError, SageError, WorkerDied
-from sage_jax.world.pool import PoolWorld, WorldPool
+from sage_jax.errors import ConfigError
+from sage_jax.world.calls import OpenWorlds
+from sage_jax.world.pool import WorldPool
 from sage_jax.world.roots import DataRoot
 
 POLL_S = 20.0  # how long an answer may take before it says "pending"
-OPERATIONS = ("execute", "install", "completed", "evaluate", "fork", "record_lm_calls", "close")
 
 
 @dataclasses.dataclass
 class _Client:
     seen: float
+    worlds: OpenWorlds
     calls: dict[int, asyncio.Task] = dataclasses.field(default_factory=dict)
-    worlds: dict[str, PoolWorld] = dataclasses.field(default_factory=dict)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Skill:
-    id: str
-    name: str
-    code: str
+    async def close(self) -> None:
+        for call in self.calls.values():
+            call.cancel()
+        await self.worlds.close()
 
 
 class Service:
@@ -63,7 +60,6 @@ class Service:
         self._own = own
         self.boot = uuid.uuid4().hex
         self._clients: dict[str, _Client] = {}
-        self._number = 0
         routes = [Route("/about", self._about), Route("/call", self._call, methods=["POST"]), Route("/ping", self._ping, methods=["POST"])]
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -77,9 +73,7 @@ class Service:
         finally:
             watching.cancel()
             for client in self._clients.values():
-                for call in client.calls.values():
-                    call.cancel()
-                await asyncio.gather(*(world.close() for world in client.worlds.values()))
+                await client.close()
             if self._own:
                 await self._pool.close()
 
@@ -102,7 +96,7 @@ class Service:
         return JSONResponse({"boot": self.boot})
 
     def _client(self, name: str) -> _Client:
-        client = self._clients.setdefault(name, _Client(seen=0.0))
+        client = self._clients.setdefault(name, _Client(seen=0.0, worlds=OpenWorlds(self._pool)))
         client.seen = time.monotonic()
         return client
 
@@ -120,56 +114,12 @@ class Service:
                 del client.calls[old]
         call = client.calls.get(seq)
         if call is None:
-            call = client.calls[seq] = asyncio.create_task(self._run(client, operation, world, arguments))
+            call = client.calls[seq] = asyncio.create_task(client.worlds.answer(operation, world, arguments))
         await asyncio.wait({call}, timeout=POLL_S)
         client.seen = time.monotonic()
         if not call.done():
             return JSONResponse({"boot": self.boot, "pending": True})
         return JSONResponse({"boot": self.boot, **call.result()})
-
-    async def _run(self, client: _Client, operation: str, world: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return {"value": await self._do(client, operation, world, arguments)}
-        except asyncio.CancelledError:
-            return {"error": ["WorkerDied", "the server was stopped"]}
-        except SageError as error:
-            return {"error": [type(error).__name__, str(error)]}
-        except Exception as error:  # a fault of ours must reach the client as one, and never as an agent's doing
-            return {"error": ["InfrastructureError", f"{type(error).__name__}: {error}"]}
-
-    async def _do(self, client: _Client, operation: str, name: str, arguments: dict[str, Any]) -> Any:
-        if operation == "open":
-            world = await self._pool.open(str(arguments["task_id"]), experiment=str(arguments["experiment"]), keep=bool(arguments["keep"]))
-            return self._keep(client, world)
-        if operation not in OPERATIONS:
-            raise ConfigError(f"operation {operation!r} is unknown; there are open, {', '.join(OPERATIONS)}")
-        world = client.worlds.get(name)
-        if world is None:
-            if operation == "close":
-                return None  # closed before, or with its lease
-            raise WorkerDied(f"world {name} is not here: it was closed, its lease ran out, or the server was started anew")
-        if operation == "close":
-            del client.worlds[name]
-            await world.close()
-            return None
-        if operation == "fork":
-            return self._keep(client, await world.fork())
-        if operation == "install":
-            verdicts = await world.install([_Skill(**{k: str(s[k]) for k in ("id", "name", "code")}) for s in arguments["skills"]])
-            return [dataclasses.asdict(v) for v in verdicts]
-        if operation == "execute":
-            return dataclasses.asdict(await world.execute(str(arguments["code"])))
-        if operation == "record_lm_calls":
-            return await world.record_lm_calls([dict(call) for call in arguments["calls"]])
-        if operation == "evaluate":
-            return dataclasses.asdict(await world.evaluate())
-        return await world.completed()
-
-    def _keep(self, client: _Client, world: PoolWorld) -> str:
-        self._number += 1
-        name = f"{self.boot[:8]}-{self._number}"
-        client.worlds[name] = world
-        return name
 
     async def _watch(self) -> None:
         while True:
@@ -177,10 +127,7 @@ class Service:
             for name, client in list(self._clients.items()):
                 if time.monotonic() - client.seen > self.lease_s:
                     del self._clients[name]
-                    for call in client.calls.values():
-                        call.cancel()
-                    for world in client.worlds.values():
-                        await world.close()
+                    await client.close()
 
 
 def tasks_digest(root: DataRoot) -> str:

@@ -65,11 +65,11 @@ def test_collect_writes_only_what_the_judge_passed(mini_root, tmp_path, capsys):
 
 
 def test_our_table_is_the_engines_report(mini_root, tmp_path, monkeypatch):
-    """`appworld evaluate` on the folder that an evaluation leaves gives the same TGC and SGC."""
+    """`appworld evaluate` on the folder that an evaluation leaves gives the same TGC and SGC, and `appworld pack` takes it."""
     config = config_for(evaluate_config, mini_root)
     config.collect.modes = {"inline": 1.0}
     config.eval.scenarios = 0
-    tasks = mini_root.task_ids("train")
+    tasks = mini_root.task_ids("test_normal")
     failing = {tasks[0], tasks[1], tasks[5]}  # two tasks of one scenario, one of another
     whole = setup.scripts
 
@@ -78,20 +78,23 @@ def test_our_table_is_the_engines_report(mini_root, tmp_path, monkeypatch):
         return {t: {"script": dataclasses.replace(f["script"], inline="answer = 0") if t in failing else f["script"]} for t, f in facts.items()}
 
     monkeypatch.setattr(setup, "scripts", scripts)
-    evaluate_command(config, tmp_path, split="train", policy="scripted")
+    evaluate_command(config, tmp_path, split="test_normal", policy="scripted")
     (row, *_) = json.loads((tmp_path / "summary.json").read_text())
     assert row["tgc"] == pytest.approx(1 - 3 / len(tasks)) and row["sgc"] == pytest.approx(1 - 2 / (len(tasks) / 3))
     (experiment,) = [p.name for p in (tmp_path / "experiments" / "outputs").iterdir()]
-    run = [sys.executable, "-m", "appworld.cli", "evaluate", experiment, "train"]
+    run = [sys.executable, "-m", "appworld.cli", "evaluate", experiment, "test_normal"]
     done = subprocess.run(run, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads((tmp_path / "experiments/outputs" / experiment / "evaluations" / "train.json").read_text())
-    assert experiment == "scripted-run0_train"
+    report = json.loads((tmp_path / "experiments/outputs" / experiment / "evaluations" / "test_normal.json").read_text())
+    assert experiment == "scripted-run0_test_normal"
     folder = tmp_path / "experiments/outputs" / experiment
     calls = [json.loads(line) for line in (folder / "tasks" / tasks[0] / "logs" / "lm_calls.jsonl").read_text().splitlines()]
     assert calls[0]["input"]["messages"][-1]["role"] == "user" and "```python" in calls[0]["output"]["message"]["content"]
     ours = [100 * row["tgc"], 100 * row["sgc"]]
     assert [report["aggregate"][k] for k in ("task_goal_completion", "scenario_goal_completion")] == pytest.approx(ours, abs=0.06)
+    pack = [sys.executable, "-m", "appworld.cli", "pack", experiment, "test_normal", "SAGE", "skills", "tiny", "0.9 M parameters", "https://example.org"]
+    done = subprocess.run(pack, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and (folder / "leaderboard.bundle").stat().st_size > 1000, done.stderr[-2000:]
 
 
 def test_wrong_requests_name_the_choices(mini_root, tmp_path):

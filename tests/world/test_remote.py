@@ -11,18 +11,17 @@ import socket
 import httpx
 import pytest
 import uvicorn
+from contract import LIMITS, transcript
 
 from sage_jax.errors import ConfigError, WorkerDied
 from sage_jax.world import service as service_module
-from sage_jax.world.miniworld.references import load_reference
-from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.pool import WorldPool
 from sage_jax.world.remote import RemotePool
 from sage_jax.world.roots import DataRoot
 from sage_jax.world.serve import token_of
 from sage_jax.world.service import Service
 
 TOKEN = "a-token-for-tests"
-LIMITS = Limits(output_chars=2000, execute_s=20.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,42 +79,29 @@ class Flaky(httpx.AsyncHTTPTransport):
         return response
 
 
-async def episode(pool, root, task_id):
-    world = await pool.open(task_id, experiment="e", keep=False)
-    reference = load_reference(root.path, task_id)
-    texts = [(await world.execute(code)).text for code in (reference.lookup, reference.function_solution)]
-    judgement = await world.evaluate()
-    await world.close()
-    return texts, judgement
-
-
 def test_remote_equals_local_over_a_bad_line(mini_root, monkeypatch):
     monkeypatch.setattr(service_module, "POLL_S", 0.2)  # long calls are asked about again and again
     tasks = mini_root.task_ids("dev")
 
     async def whole():
-        wanted = [await episode(_SHARED[1], mini_root, t) for t in tasks]
+        wanted = await transcript(_SHARED[1], mini_root)
         async with serving(mini_root) as (url, service):
             remote = RemotePool(url, TOKEN, root=mini_root)
             await remote.start()
             flaky = Flaky()
             await remote._http.aclose()
             remote._http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, transport=flaky)
-            got = await asyncio.gather(*(episode(remote, mini_root, t) for t in tasks))
+            got = await transcript(remote, mini_root)
             world = await remote.open(tasks[0], experiment="e", keep=False)
             await world.execute("n = 0")
             counts = [(await world.execute("n += 1\nprint(n)")).text for _ in range(20)]
             slow = await world.execute("__import__('select').select([], [], [], 1.0)\nprint(n)")
-            copy = await world.fork()
-            assert (await copy.execute("n += 100\nprint(n)")).text == "120\n"
-            await copy.close()
-            assert (await world.execute("print(n)")).text == "20\n"
             await remote.close()
-            held = [w for c in service._clients.values() for w in c.worlds]
+            held = sum(len(c.worlds) for c in service._clients.values())
             return wanted, got, counts, slow, flaky.lost, held, remote.layers
 
     wanted, got, counts, slow, lost, held, layers = _SHARED[0].run_until_complete(whole())
-    assert got == wanted and all(j.success for _, j in got)
+    assert got == wanted
     assert counts == [f"{n}\n" for n in range(1, 21)], "nothing ran twice, nothing was left out"
     assert slow.text == "20\n" and not slow.failed
     assert lost > 20 and not held and layers["landlock"].on

@@ -73,7 +73,7 @@ def base() -> ConfigDict:
 
     c.rl = ConfigDict()
     c.rl.steps = 40
-    c.rl.split = "train"
+    c.rl.split = "train"  # a split, or a file of scenario ids; "train@1,2": of these difficulties only (so for every split below)
     c.rl.scenarios_per_step = 8
     c.rl.group = 4  # rollouts of a chain
     c.rl.reward = "skill_integrated"  # "skill_integrated", "outcome", "chain"

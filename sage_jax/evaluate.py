@@ -8,7 +8,7 @@ from absl import flags
 
 from sage_jax import entry
 
-SPLIT = flags.DEFINE_string("split", "", "Split, or a text file of scenario ids; empty: the config's eval.split.")
+SPLIT = flags.DEFINE_string("split", "", "Split, or a text file of scenario ids; test_normal@1,2: of these difficulties only; empty: the config's eval.split.")
 POLICY = flags.DEFINE_string("policy", "", "scripted, bundled, random, a Hugging Face folder, WORKDIR/checkpoints/best (last, STEP); empty: the config's model.source.")
 
 

@@ -25,7 +25,7 @@ from sage_jax.report.episodes import append_episodes, read_episodes, write_episo
 from sage_jax.report.progress import bar
 from sage_jax.training import setup
 from sage_jax.training.evaluation import Run, evaluate
-from sage_jax.world.roots import DataRoot
+from sage_jax.world.roots import DataRoot, split_levels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,9 @@ def read_arm(folder: Path) -> Arm:
 
 
 def split_label(split: str) -> str:
-    """A split's name, or the stem of a file of scenario ids: what it is called in folders and tables."""
-    return Path(split).stem
+    """A split's name, or the stem of a file of scenario ids, with its difficulties: what it is called in folders and tables."""
+    name, levels = split_levels(split)
+    return Path(name).stem + ("@" + ",".join(map(str, levels)) if levels else "")
 
 
 def _same(now: dict, before: dict, folder: Path) -> None:

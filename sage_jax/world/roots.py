@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from sage_jax.errors import ConfigError, DataRootError
@@ -48,15 +49,29 @@ class DataRoot:
         """Scenario id -> its task ids, both in file order.
 
         split: a split's name, or the path of a text file of scenario or task ids, one a line (a scenario stands for all
-        its tasks).
+        its tasks); with "@1,2" behind it only the scenarios whose hardest task has one of these difficulties.
 
         Raises:
-          DataRootError: no such split or file, or an id in it that the root does not have.
+          DataRootError: no such split or file, an id in it that the root does not have, or a task without a stated difficulty
+            where difficulties are asked for.
+          ConfigError: difficulties that are not among 1, 2, 3.
         """
+        name, levels = split_levels(split)
         groups: dict[str, list[str]] = {}
-        for task_id in self._lines(split):
+        for task_id in self._lines(name):
             groups.setdefault(task_id.partition("_")[0], []).append(task_id)
-        return {s: tuple(ids) for s, ids in groups.items()}
+        return {s: tuple(ids) for s, ids in groups.items() if not levels or self._hardest(ids) in levels}
+
+    def _hardest(self, task_ids: Sequence[str]) -> int:
+        difficulties = [self._difficulty(t) for t in task_ids]
+        if 0 in difficulties:
+            raise DataRootError(f"{self.path}: task {task_ids[difficulties.index(0)]} states no difficulty, so it cannot be chosen by it")
+        return max(difficulties)
+
+    def _difficulty(self, task_id: str) -> int:
+        """1, 2 or 3; 0 where the root does not say."""
+        metadata = self.path / "data" / "tasks" / task_id / "ground_truth" / "metadata.json"
+        return json.loads(metadata.read_text()).get("difficulty", 0) if metadata.exists() else 0
 
     def task_ids(self, split: str) -> tuple[str, ...]:
         """The task ids of a split or a file of ids, those of a scenario side by side."""
@@ -69,13 +84,12 @@ class DataRoot:
             raise DataRootError(f"{self.path} has no task {task_id!r}")
         specs = json.loads((folder / "specs.json").read_text())
         person = specs.get("supervisor") or specs["main_user"]
-        metadata = folder / "ground_truth" / "metadata.json"
         return Task(
             task_id=task_id, scenario_id=task_id.partition("_")[0], split=self._split_of.get(task_id, ""),
             instruction=specs["instruction"],
             supervisor=Supervisor(**{k: person[k] for k in ("first_name", "last_name", "email", "phone_number")}),
             app_descriptions=self._app_descriptions,
-            difficulty=json.loads(metadata.read_text()).get("difficulty", 0) if metadata.exists() else 0,
+            difficulty=self._difficulty(task_id),
         )
 
     @functools.cached_property
@@ -101,6 +115,16 @@ class DataRoot:
                 raise DataRootError(f"{split}: {self.path} has no scenario or task {entry!r}")
             out += ids
         return out
+
+
+def split_levels(split: str) -> tuple[str, tuple[int, ...]]:
+    """"train@1,2" -> ("train", (1, 2)); without "@" no levels. Raises ConfigError for levels that are not 1, 2 or 3."""
+    name, at, levels = split.partition("@")
+    if not at or Path(split).is_file():
+        return split, ()
+    if not set(levels.split(",")) <= {"1", "2", "3"}:
+        raise ConfigError(f"split {split!r}: after @ stand difficulties, e.g. {name}@1 or {name}@1,2")
+    return name, tuple(sorted(map(int, levels.split(","))))
 
 
 def _read_ids(path: Path) -> list[str]:

@@ -60,12 +60,16 @@ def config(**changes):
     return c
 
 
+@nnx.jit
+def forward(policy, ids):
+    return policy.logits(policy(ids, jnp.arange(ids.shape[1])[None])[0])
+
+
 def plain(loaded, sample):
     """-log p of each label and whether it is the most probable token, by the unpacked forward in numpy."""
     policy = nnx.merge(loaded.graphdef, loaded.params)
-    ids = jnp.asarray(sample.ids)[None]
-    hidden, _ = policy(ids, jnp.arange(ids.shape[1])[None])
-    logits = np.asarray(policy.logits(hidden))[0, :-1, : loaded.tokenizer.vocab_size].astype(np.float64)
+    ids = np.pad(sample.ids, (0, 64 - len(sample.ids)))[None]  # what comes later is not seen
+    logits = np.asarray(forward(policy, jnp.asarray(ids)))[0, : len(sample.ids) - 1, : loaded.tokenizer.vocab_size].astype(np.float64)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     at = sample.mask[1:] > 0
     target = sample.ids[1:]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ import pytest
 from configs import evaluate as evaluate_config
 from configs import sft_tiny
 from sage_jax.agent.trajectory import End
-from sage_jax.errors import ConfigError
+from sage_jax.errors import ConfigError, SageError
 from sage_jax.sft.dataset import read_dataset
 from sage_jax.training import arms, collecting, setup
 from sage_jax.training.comparison import compare
 from sage_jax.training.evaluate_command import evaluate_command
 from sage_jax.training.evaluation import evaluate
+from sage_jax.world.roots import MARKER, open_root
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,6 +97,33 @@ def test_our_table_is_the_engines_report(mini_root, tmp_path, monkeypatch):
     pack = [sys.executable, "-m", "appworld.cli", "pack", experiment, "test_normal", "SAGE", "skills", "tiny", "0.9 M parameters", "https://example.org"]
     done = subprocess.run(pack, cwd=tmp_path, env={**os.environ, "APPWORLD_ROOT": str(tmp_path)}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and (folder / "leaderboard.bundle").stat().st_size > 1000, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_root_laid_out_as_the_official_one(mini_root, tmp_path):
+    """Without our marker and references: a model is evaluated on scenarios chosen by difficulty, by the same code."""
+    path = tmp_path / "root"
+    shutil.copytree(mini_root.path, path)
+    (path / MARKER).unlink()
+    for file in path.glob("data/tasks/*/ground_truth/references.json"):
+        file.unlink()
+    root = open_root(path)
+    assert root.kind == "official"
+    levels = sorted({root.task(t).difficulty for t in root.task_ids("train")})
+    split = f"train@{levels[0]}"
+    config = config_for(evaluate_config, root)
+    config.world.kind = "official"
+    config.model.source = "random"
+    config.eval.scenarios = 1
+    config.eval.keep_outputs = True
+    config.sampler.max_new_tokens = 8
+    evaluate_command(config, tmp_path / "run", split=split, policy="random")
+    (row, *_) = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert row["split"] == split and row["tgc"] == 0.0
+    (experiment,) = (tmp_path / "run" / "experiments" / "outputs").iterdir()
+    assert sorted(p.name for p in (experiment / "tasks").iterdir()) == sorted(next(iter(root.scenarios(split).values())))
+    with pytest.raises(SageError, match=r"official|reference"):
+        evaluate_command(config, tmp_path / "scripted", split="train", policy="scripted")
 
 
 def test_wrong_requests_name_the_choices(mini_root, tmp_path):

@@ -481,6 +481,25 @@ def test_wrong_openings(bench):
     bench.healthy()
 
 
+def test_two_hosts_with_pools_of_their_own_share_a_folder(bench, mini_root):
+    """As the processes of a run on several hosts do: same root, same outputs, other tasks."""
+
+    async def solve(pool, task_id):
+        world = await pool.open(task_id, experiment="shared", keep=True)
+        await world.execute(load_reference(mini_root.path, task_id).function_solution)
+        judgement = await world.evaluate()
+        await world.close()
+        return judgement.success, (world.place.folder / "logs" / "api_calls.jsonl").is_file()
+
+    async def whole():
+        async with WorldPool(mini_root.path, limits=LIMITS, outputs=bench.pool._outputs.kept, max_open=2) as other:
+            assert other.server_pid != bench.pool.server_pid
+            return await asyncio.gather(*(solve((bench.pool, other)[n % 2], t) for n, t in enumerate(bench.tasks[:6])))
+
+    assert bench.run(whole()) == [(True, True)] * 6
+    bench.healthy()
+
+
 def test_openings_wait_in_order(mini_root):
     async def whole():
         async with WorldPool(mini_root.path, limits=LIMITS, outputs=None, max_open=1) as pool:

@@ -52,6 +52,25 @@ def test_a_file_of_ids_stands_for_a_split(mini_root, tmp_path):
         mini_root.scenarios(str(file))
 
 
+def test_difficulties_choose_whole_scenarios(mini_root, tmp_path):
+    whole = mini_root.scenarios("train")
+    hardest = {s: max(mini_root.task(t).difficulty for t in ids) for s, ids in whole.items()}
+    for levels in ("1", "2,3", "1,2,3"):
+        wanted = {s: ids for s, ids in whole.items() if str(hardest[s]) in levels}
+        assert mini_root.scenarios(f"train@{levels}") == wanted
+    file = tmp_path / "ids.txt"
+    file.write_text("\n".join(whole))
+    assert mini_root.scenarios(f"{file}@1,2,3") == whole
+    for wrong in ("train@", "train@4", "train@1,", "train@easy"):
+        with pytest.raises(ConfigError, match="after @ stand difficulties"):
+            mini_root.scenarios(wrong)
+    silent = open_root(_copy(mini_root, tmp_path / "root"))
+    (silent.path / "data" / "tasks" / mini_root.task_ids("train")[4] / "ground_truth" / "metadata.json").write_text("{}")
+    with pytest.raises(DataRootError, match=mini_root.task_ids("train")[4]):
+        silent.scenarios("train@1")
+    assert silent.scenarios("train") == whole
+
+
 def test_unknown_names(mini_root):
     with pytest.raises(DataRootError, match="test_normal"):
         mini_root.scenarios("test")

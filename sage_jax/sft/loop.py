@@ -48,8 +48,10 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     shapes = [RowShape(c.rows, length) for length in c.row_tokens]
     longest = max(c.row_tokens)
     rng = np.random.default_rng(config.seed)
-    copies = [round(c.renamed_copies * c.weights.get(r["meta"].get("mode"), 1.0)) for r in train_records]
-    train_records = [renamed(r, rng) for k in range(max(copies)) for r, n in zip(train_records, copies) if k < n] or train_records
+    if c.renamed_copies:
+        modes = [r["meta"]["mode"] if "mode" in r["meta"] else None for r in train_records]  # others' datasets name no modes
+        copies = [round(c.renamed_copies * (c.weights[mode] if mode in c.weights else 1.0)) for mode in modes]
+        train_records = [renamed(r, rng) for k in range(max(copies)) for r, n in zip(train_records, copies) if k < n]
     train, test = (encode(r, renderer, longest) for r in (train_records, test_records))
     short = encode(short_forms(train_records), renderer, longest).samples if c.short_steps else ()
     for what, samples in (("conversations", train.samples), *([("short forms", short)] if c.short_steps else [])):

@@ -91,6 +91,9 @@ def check_sft(config: ConfigDict) -> None:
     _known("sft.save_dtype", c.save_dtype, DTYPES)
     _known("sft.normaliser", c.normaliser, SFT_NORMALISERS)
     _divides("sft.rows", c.rows, config)
+    weighted = {mode: weight for mode, weight in c.weights.items() if weight != 1.0}
+    if weighted and not c.renamed_copies:
+        raise ConfigError(f"sft.weights {weighted} are numbers of copies relative to sft.renamed_copies, which is 0; give it, or set them to 1.0")
     for steps, lr in ((c.steps, c.lr), (c.second_steps, c.second_lr)):
         if steps:
             make_optimizer(

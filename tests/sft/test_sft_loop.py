@@ -149,6 +149,14 @@ def test_refusals(tokenizer, tmp_path):
             run_sft(config(short_steps=2), load(tokenizer), tmp_path / "e.jsonl", tmp_path / "run")
 
 
+def test_conversations_without_a_mode_are_copied_as_often_as_asked(tokenizer, tmp_path):
+    own = [{**r, "meta": {} if i < 12 else r["meta"]} for i, r in enumerate(records())]
+    write_dataset(tmp_path / "d.jsonl", own)
+    run = config(held_out=0.0, renamed_copies=2, weights={"inline": 0.5}, batch=29)
+    with pytest.raises(ConfigError, match=r"batch=29 is larger than the 28 usable"):  # 12 twice and 4 once
+        run_sft(run, types.SimpleNamespace(tokenizer=tokenizer), tmp_path / "d.jsonl", tmp_path / "run")
+
+
 def test_the_first_steps_see_the_short_forms_only(tokenizer, tmp_path):
     long = [{**r, "messages": [{"role": "system", "content": "alpha beta " * 3}, *r["messages"]]} for r in records()]
     assert [[m["content"] for m in r["messages"]] for r in short_forms(long)] == [[m["content"] for m in r["messages"]] for r in records()[:12]]

@@ -41,6 +41,7 @@ from sage_jax.training import checks, rl_loop, setup
         ("sampler.temperature", 0.0, "above 0"),
         ("sft.save_dtype", "bf16", "bfloat16"),
         ("sft.normaliser", "constant", "sequence, token"),
+        ("sft.renamed_copies", 0, r"sft.weights .*'call': 0.5.* relative to sft.renamed_copies"),
     ],
 )
 def test_wrong_values_raise_at_start(key, value, message):

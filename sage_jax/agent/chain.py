@@ -98,7 +98,7 @@ async def run_rollout(
         for skill_id in episode.called:
             library.record_use(skill_id, bool(episode.s))
         if uses_library and keep:
-            library.add(s for s in episode.defined if s.verified is not False)  # a refused revision must not hide what it revises
+            library.add(episode.kept)  # a refused revision must not hide what it revises
     return Rollout(chain=chain, index=index, tasks=tuple(t.task_id for t in tasks), episodes=episodes, library=library)
 
 

@@ -113,7 +113,7 @@ async def _attempt(task, policy, worlds, spec, conversation, key, rollout, posit
         ok = {v.skill_id for v in verdicts if v.ok}
         messages, offered = prompts.opening(task, [s for s in skills if s.id in ok], spec.prompt, count)
         conversation.messages.extend(messages)
-        turns, end = await _turns(world, policy, spec, conversation, key, rollout, early)
+        turns, end = await _turns(world, policy, spec, conversation, key, rollout, early, ok)
         judgement: Judgement | None = await world.evaluate()
         if spec.keep_outputs:
             await world.record_lm_calls(_lm_calls(conversation.messages, turns))
@@ -149,7 +149,7 @@ def _written(turns: Sequence[Turn], origin: Origin) -> tuple[Skill, ...]:
     return extract([(i, t.code) for i, t in enumerate(turns) if t.code is not None and not t.failed], origin).skills
 
 
-async def _turns(world, policy, spec, conversation, key, rollout, early) -> tuple[list[Turn], End]:
+async def _turns(world, policy, spec, conversation, key, rollout, early, installed) -> tuple[list[Turn], End]:
     turns: list[Turn] = []
     without_code = 0
     while True:
@@ -173,7 +173,8 @@ async def _turns(world, policy, spec, conversation, key, rollout, early) -> tupl
         if runnable:
             step = await world.execute(code)
             text, cut = prompts.observation(step.text, spec.prompt)
-            turn.failed, turn.completed, turn.skill_calls, turn.limit = step.failed, step.completed, step.skill_calls, step.limit
+            turn.failed, turn.completed, turn.limit = step.failed, step.completed, step.limit
+            turn.skill_calls = tuple(c for c in step.skill_calls if c in installed)  # code can forge what its own step says
             turn.observation, turn.dropped, turn.seconds_world = text, cut + step.dropped, time.monotonic() - t1
             if step.world_lost:
                 return turns, End.WORLD_LOST

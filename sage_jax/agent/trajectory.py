@@ -92,7 +92,7 @@ class Episode:
     judgement: Judgement | None  # None: not scored (differs from a score of 0)
     offered: tuple[Skill, ...]  # skills shown in the prompt
     verdicts: tuple[InstallVerdict, ...]
-    defined: tuple[Skill, ...]  # skills that this episode put into the library
+    defined: tuple[Skill, ...]  # functions of its steps that did not fail, checked or (verified None) not
     tokens: TokenRecord | None  # None for policies without ids
     error: str = ""
     seconds: float = 0.0
@@ -100,18 +100,24 @@ class Episode:
 
     @property
     def completed(self) -> bool:
-        return self.judgement is not None and self.judgement.completed
+        """Whether complete_task was accepted. Not for code that then ended its own world: it is paid nothing, whatever the judge found."""
+        return self.judgement is not None and self.judgement.completed and self.end is not End.WORLD_LOST
 
     @property
     def r(self) -> float:
-        """Outcome reward in [0, 1]: share of tests passed if complete_task was accepted, else 0."""
+        """Outcome reward in [0, 1]: share of tests passed if complete_task was accepted and the world is not lost, else 0."""
         j = self.judgement
-        return j.passed / j.total if j is not None and j.completed and j.total else 0.0
+        return j.passed / j.total if j is not None and self.completed and j.total else 0.0
 
     @property
     def s(self) -> int:
         """1 if completed and every test passed."""
-        return int(self.judgement is not None and self.judgement.completed and self.judgement.success)
+        return int(self.judgement is not None and self.completed and self.judgement.success)
+
+    @property
+    def kept(self) -> tuple[Skill, ...]:
+        """What of `defined` may be offered later: not what the check refused."""
+        return tuple(s for s in self.defined if s.verified is not False)
 
     @property
     def called(self) -> tuple[str, ...]:

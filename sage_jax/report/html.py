@@ -43,7 +43,7 @@ def write_report(
       episodes: arm -> episodes for the viewer; all of them are in the file.
       differences: (label, paired difference) lines under the table.
       curves: PNG bytes (`curves.curves_png`), or None.
-      library: skills to list; those that the episodes defined, with their uses counted, if None.
+      library: skills to list; those that the episodes kept, with their uses counted, if None.
       config: the resolved config as text, shown folded.
       note: a line under the table, e.g. how the worlds were isolated.
     """
@@ -86,11 +86,11 @@ def report_html(
 
 
 def library_of(episodes: Sequence[Episode]) -> list[Skill]:
-    """Skills that the episodes defined, once an id, with uses and successes counted over these episodes.
+    """Skills that the episodes kept, once an id, with uses and successes counted over these episodes.
 
     Most successes first, then most uses, then by id.
     """
-    skills = {s.id: s for e in reversed(episodes) for s in e.defined}
+    skills = {s.id: s for e in reversed(episodes) for s in e.kept}
     uses = dict.fromkeys(skills, 0)
     successes = dict.fromkeys(skills, 0)
     for e in episodes:

@@ -296,7 +296,7 @@ def _users(episodes: Sequence[Episode], use: str) -> set[str]:
     for group in rollouts.values():
         by_position = {e.position: e.task_id for e in group}
         found |= {by_position[u.user] for u in detect(group)}
-        own = {s.id for e in group for s in e.defined}
+        own = {s.id for e in group for s in e.kept}
         found |= {e.task_id for e in group if ({s.id for s in e.offered} - own) & set(e.called)}
     return found
 

@@ -24,7 +24,7 @@ class EpisodeLike(Protocol):
 
     position: int
     turns: Sequence[TurnLike]
-    defined: Sequence[Skill]  # what the episode put into the library
+    defined: Sequence[Skill]  # what the episode put into the library, and what the check refused (verified False)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -77,7 +77,8 @@ def matrix(episodes: Sequence[EpisodeLike], uses: Sequence[Use]) -> list[list[bo
 def _before(episodes: Sequence[EpisodeLike]):
     """Yields (episode, {id: position of its owner}, {name: id of its present version}) as they stood before it ran.
 
-    The same text written again changes nothing; a body that replaces the present version belongs to who wrote it.
+    The same text written again changes nothing; a body that replaces the present version belongs to who wrote it; one that
+    the check refused replaces nothing.
     """
     ordered = sorted(episodes, key=lambda e: e.position)
     positions = [e.position for e in ordered]
@@ -88,6 +89,6 @@ def _before(episodes: Sequence[EpisodeLike]):
     for episode in ordered:
         yield episode, owner, current
         for skill in episode.defined:
-            if current.get(skill.name) != skill.id:
+            if skill.verified is not False and current.get(skill.name) != skill.id:
                 current[skill.name] = skill.id
                 owner[skill.id] = episode.position

@@ -37,7 +37,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], samples: Sequence[bool], record
         m[f"success/position_{k + 1}"] = float(np.mean([e.s for e in here]))
         m[f"reward/position_{k + 1}"] = float(np.mean([rewards[i][k] for i in valid if len(rewards[i]) > k]))
     later = [e for e in episodes if e.position > 1]
-    m["skill/defined_share"] = float(np.mean([bool(e.defined) for e in episodes]))
+    m["skill/defined_share"] = float(np.mean([bool(e.kept) for e in episodes]))
     if later:
         m["skill/offered_share"] = float(np.mean([bool(e.offered) for e in later]))
         m["skill/called_share"] = float(np.mean([bool(e.called) for e in later]))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import types
 
 import pytest
 
@@ -138,6 +139,42 @@ def test_a_policy_that_kills_its_world_is_scored_zero_and_trained(bench):
     assert rollout.valid
     for e in rollout.episodes:
         assert e.end is End.WORLD_LOST and e.r == 0.0 and len(e.turns) == 1
+
+
+def test_completing_and_then_ending_the_world_pays_nothing(bench):
+    task_id = next(iter(bench.root.scenarios("train").values()))[0]
+    script = scripts(bench.root, [task_id])[task_id]["script"]
+    answer = "answer=answer" if script.kind == "question" else ""
+    text = f"{script.inline}\napis.supervisor.complete_task({answer})\n__import__('posix')._exit(3)"
+    (rollout,) = play(bench, Says(code(text)), keep=False)
+    e = rollout.episodes[0]
+    assert e.task_id == task_id and e.end is End.WORLD_LOST and e.judgement.completed and e.judgement.success
+    assert (e.r, e.s, e.completed) == (0.0, 0, False) and e.valid
+
+
+def test_calls_of_skills_that_were_not_installed_are_not_believed(bench):
+    """The step's own process says what it called; an id that nobody knows ends no run and pays nothing."""
+
+    class Forging:
+        def __init__(self, world):
+            self.world = world
+
+        def __getattr__(self, name):
+            return getattr(self.world, name)
+
+        async def execute(self, code):
+            step = await self.world.execute(code)
+            return dataclasses.replace(step, skill_calls=("forged@00000000", *step.skill_calls))
+
+    class Pool:
+        async def open(self, *args, **options):
+            return Forging(await bench.pool.open(*args, **options))
+
+    spec = dataclasses.replace(SPEC, max_turns=1)
+    (rollout,) = play(types.SimpleNamespace(root=bench.root, pool=Pool(), loop=bench.loop), ScriptedPolicy({"function": 1.0}, reuse=1.0, seed=0), spec)
+    first, *later = rollout.episodes
+    assert first.called == () and all(e.called == (first.defined[-1].id,) for e in later)
+    assert rollout.library[first.defined[-1].id].uses == len(later)
 
 
 def test_a_worker_killed_from_outside_is_not_the_agents_fault(bench):

@@ -137,6 +137,13 @@ def test_a_revision_belongs_to_the_reviser():
     assert usage.lexical(chain) == [usage.Use(2 + 1, 2, two.id)] == usage.called(chain)
 
 
+def test_a_refused_revision_owns_nothing():
+    one, two = f("x+1"), dataclasses.replace(f("x+2", 2), verified=False)
+    chain = [episode(1, ["."], [one]), episode(2, ["."], [two]), episode(3, ["f(1)"], calls=[one.id])]
+    assert usage.lexical(chain) == [usage.Use(3, 1, one.id)] == usage.called(chain)
+    assert chain[1].kept == () and chain[0].kept == (one,)
+
+
 def test_the_same_text_written_again_stays_with_its_first_writer():
     chain = [episode(1, ["."], [f("x+1")]), episode(2, ["."], [f("x + 1", 2)]), episode(3, ["f(1)"], calls=[f("x+1").id])]
     assert [u.origin for u in usage.called(chain)] == [1] == [u.origin for u in usage.lexical(chain) if u.user == 3]

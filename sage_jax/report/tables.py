@@ -31,7 +31,8 @@ class Summary:
     """Metrics of one arm on one group of tasks, averaged over its runs; NaN where nothing could be measured.
 
     tgc: tasks completed with every test passed. sgc: scenarios all of whose tasks are. turns, tokens: means a task (tokens that the policy generated).
-    skill_use: tasks at position 2 and later that used a skill of an earlier task, or a given one; solved_with_skill: those solved too.
+    skill_use: tasks at position 2 and later, and first ones to which a skill was given, that used a skill of an earlier task or a
+    given one; solved_with_skill: those solved too.
     """
 
     arm: str
@@ -273,7 +274,7 @@ def _values(episodes: Sequence[Episode], difficulty: int | None, per_scenario: i
         if len(group) >= per_scenario and difficulty in (None, hardest[name])
     ]
     scored = [e for e in episodes if e.valid and difficulty in (None, e.difficulty)]
-    later = [e for e in scored if e.position >= 2]
+    later = [e for e in scored if e.position >= 2 or e.offered]
     return {
         "tgc": _mean([e.s for e in scored]),
         "sgc": _mean(complete),

@@ -49,8 +49,9 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     longest = max(c.row_tokens)
     rng = np.random.default_rng(config.seed)
     if c.renamed_copies:
-        modes = [r["meta"]["mode"] if "mode" in r["meta"] else None for r in train_records]  # others' datasets name no modes
-        copies = [round(c.renamed_copies * (c.weights[mode] if mode in c.weights else 1.0)) for mode in modes]
+        modes = [r["meta"].get("mode") for r in train_records]  # datasets of others name none
+        weights = dict.fromkeys(modes, 1.0) | c.weights.to_dict()
+        copies = [round(c.renamed_copies * weights[mode]) for mode in modes]
         train_records = [renamed(r, rng) for k in range(max(copies)) for r, n in zip(train_records, copies) if k < n]
     train, test = (encode(r, renderer, longest) for r in (train_records, test_records))
     short = encode(short_forms(train_records), renderer, longest).samples if c.short_steps else ()

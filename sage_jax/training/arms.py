@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -23,9 +24,12 @@ from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import ConfigError
 from sage_jax.report.episodes import append_episodes, read_episodes, write_episodes, write_text
 from sage_jax.report.progress import bar
+from sage_jax.report.tables import Difference, paired_difference
 from sage_jax.training import setup
 from sage_jax.training.evaluation import Run, evaluate
 from sage_jax.world.roots import DataRoot, split_levels
+
+KINDS = ("greedy", "sampled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,16 @@ class Arm:
     runs: list[list[Episode]]
     asked: int
     indices: tuple[int, ...]  # of the runs: 0 is the greedy one
+
+    @property
+    def kinds(self) -> dict[str, list[list[Episode]]]:
+        """Runs by kind: a greedy run and a mean over sampled ones are different figures and share no row."""
+        return {k: runs for k in KINDS if (runs := [run for i, run in zip(self.indices, self.runs) if (i == 0) == (k == "greedy")])}
+
+    def rows(self) -> list[tuple[str, list[list[Episode]]]]:
+        """(label, runs) of each kind; the arm's name alone where there is one kind."""
+        kinds = self.kinds
+        return [(kind_label(self.name, kind, runs) if len(kinds) > 1 else self.name, runs) for kind, runs in kinds.items()]
 
 
 def measure(
@@ -55,6 +69,7 @@ def measure(
     groups = list(root.scenarios(split).items())[: e.scenarios or None]
     identity = {
         "policy": loaded.identity if loaded is not None else "scripted",
+        "root": root.path.name,  # of a mini world: code version, seed and size
         "tasks": hashlib.sha256(repr(groups).encode()).hexdigest()[:16],
         "greedy": e.greedy, "runs": e.runs, "temperature": e.temperature, "library": e.library, "agent": config.agent.kind, "seed": config.seed,
     }
@@ -66,21 +81,39 @@ def measure(
     write_text(folder / "begun.json", json.dumps({"identity": identity}) + "\n")
     started = time.monotonic()
     indices = ([0] if e.greedy else []) + list(range(1, e.runs + 1))
-    asked = sum(len(ids) - (e.library == "reference") for _, ids in groups)
+    sizes = {scenario: len(ids) - (e.library == "reference") for scenario, ids in groups}
+    done = _finished(folder, indices, sizes)
     engine = setup.sampler(config, loaded) if loaded is not None else None
     try:
-        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, indices, asked, session.pool, folder))
+        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, indices, sum(sizes.values()), session.pool, folder, done))
     finally:
         if engine is not None:
             engine.close()
     for index, episodes in zip(indices, runs):
         write_episodes(folder / f"run{index}.jsonl", episodes)
+    asked = sum(sizes.values())
     if all(episode.valid for episodes in runs for episode in episodes):
         about = {"arm": name, "split": label, "asked": asked, "runs": indices, "seconds": round(time.monotonic() - started, 1), "identity": identity}
         write_text(folder / "arm.json", json.dumps(about) + "\n")
         for file in folder.glob("part*.jsonl"):
             file.unlink()
     return Arm(name, label, runs, asked, tuple(indices))
+
+
+def kind_label(name: str, kind: str, runs: Sequence) -> str:
+    """E.g. "SAGE, greedy" and "SAGE, sampled (4 runs)"."""
+    return f"{name}, {kind}" + (f" ({len(runs)} run{'s' * (len(runs) > 1)})" if kind == "sampled" else "")
+
+
+def paired_by_kind(first: Arm, second: Arm, metrics: Sequence[str], **options) -> list[tuple[str, Difference]]:
+    """(label, second - first) for each kind that both have and each metric; the kind is named where there are two. Options as
+    in `paired_difference`."""
+    both = [kind for kind in first.kinds if kind in second.kinds]
+    return [
+        (f"{second.name} - {first.name}" + (f", {kind}" if len(both) > 1 else ""), paired_difference(first.kinds[kind], second.kinds[kind], metric, seed=0, **options))
+        for kind in both
+        for metric in metrics
+    ]
 
 
 def read_arm(folder: Path) -> Arm:
@@ -102,17 +135,27 @@ def _same(now: dict, before: dict, folder: Path) -> None:
         raise ConfigError(f"{folder} holds another measurement ({'; '.join(changed)}). Choose another --workdir, or delete that folder.")
 
 
-def _finished(folder: Path, indices: list[int]) -> dict[tuple[int, str], list[Episode]]:
-    """(run, scenario) -> episodes of the scenarios that an earlier, broken call finished."""
+def _finished(folder: Path, indices: Sequence[int], sizes: Mapping[str, int]) -> dict[tuple[int, str], list[Episode]]:
+    """(run, scenario) -> episodes of the scenarios that an earlier, broken call finished: as many as `sizes` says.
+
+    What else the files hold was cut off while it was written, and is taken out of them.
+    """
     found: dict[tuple[int, str], list[Episode]] = {}
     for index in indices:
         path = folder / f"part{index}.jsonl"
-        for episode in read_episodes(path).episodes if path.exists() else ():
-            found.setdefault((index, episode.scenario_id), []).append(episode)
+        if not path.exists():
+            continue
+        groups: dict[str, list[Episode]] = {}
+        for episode in read_episodes(path).episodes:
+            groups.setdefault(episode.scenario_id, []).append(episode)
+        whole = {scenario: episodes for scenario, episodes in groups.items() if len(episodes) == sizes[scenario]}
+        if len(whole) < len(groups):
+            write_episodes(path, [episode for episodes in whole.values() for episode in episodes])
+        found |= {(index, scenario): episodes for scenario, episodes in whole.items()}
     return found
 
 
-async def _run(config, root, loaded, engine, name, split, indices, asked, pool, folder) -> list[list[Episode]]:
+async def _run(config, root, loaded, engine, name, split, indices, asked, pool, folder, done) -> list[list[Episode]]:
     e = config.eval
     groups = list(root.scenarios(split).items())[: e.scenarios or None]
     facts = None
@@ -124,7 +167,6 @@ async def _run(config, root, loaded, engine, name, split, indices, asked, pool, 
         policies = {i: setup.jax_policy(config, engine, loaded, temperature=e.temperature if i else 0.0) for i in indices}
     count = rough_tokens if loaded is None else (lambda text: len(loaded.tokenizer.encode(text)))
     given = setup.reference_skills(root, split) if e.library == "reference" else None
-    done = _finished(folder, indices)
     with bar(name, asked * len(indices), sum(map(len, done.values()))) as advance:
 
         def progress(p: Progress) -> None:

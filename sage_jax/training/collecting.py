@@ -17,7 +17,7 @@ from sage_jax.agent.chain import Progress, run_chains
 from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import SageError
-from sage_jax.report.episodes import read_episodes, write_episodes
+from sage_jax.report.episodes import read_episodes, write_episodes, write_text
 from sage_jax.report.progress import bar
 from sage_jax.sft.dataset import write_dataset
 from sage_jax.training import setup
@@ -63,9 +63,7 @@ def collect(config: ConfigDict, workdir: Path) -> Path:
     if c.vocab_size:
         train_tokenizer(records, [r["meta"]["names"] for r in records], c.vocab_size).save(workdir / "tokenizer")
     text = {"episodes": asked, "kept": len(records), "seconds": round(time.monotonic() - started, 1), "counts": dict(sorted(tally.items()))}
-    temporary = summary.with_suffix(".tmp")
-    temporary.write_text(json.dumps(text, indent=1) + "\n")
-    temporary.replace(summary)
+    write_text(summary, json.dumps(text, indent=1) + "\n")
     print(f"collect: {len(records)} of {asked} episodes passed the judge in {text['seconds']} s -> {path}")
     return path
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import ConfigError
 from sage_jax.report.tables import METRICS, Summary, markdown, paired_difference, score
-from sage_jax.training.arms import read_arm
-
-KINDS = ("greedy", "sampled")
+from sage_jax.training.arms import KINDS, kind_label, read_arm
 
 
 def compare(arms: Sequence[str], baseline: str, splits: Sequence[str], metrics: Sequence[str]) -> str:
@@ -53,10 +52,11 @@ def _split(folders: dict[str, list[Path]], baseline: str, split: str, metrics: S
     for name, places in folders.items():
         found = [read_arm(p / split) for p in places if (p / split / "arm.json").exists()]
         for kind in KINDS:
-            runs = [run for arm in found for index, run in zip(arm.indices, arm.runs) if (index == 0) == (kind == "greedy")]
-            if runs:
-                measured[name, kind] = runs
-                rows.append(score(runs, f"{name}, {kind}", asked=found[0].asked))
+            of_kind = [(arm.asked, arm.kinds[kind]) for arm in found if kind in arm.kinds]
+            if of_kind:
+                runs = measured[name, kind] = [run for _, some in of_kind for run in some]
+                asked = sum(tasks * len(some) for tasks, some in of_kind)  # the folders may have been asked for different tasks
+                rows.append(dataclasses.replace(score(runs, kind_label(name, kind, runs)), asked=asked))
     differences = []
     for (name, kind), runs in measured.items():
         if name != baseline and (baseline, kind) in measured:

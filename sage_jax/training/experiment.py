@@ -20,10 +20,10 @@ from sage_jax.report.curves import curves_png, read_metrics
 from sage_jax.report.episodes import read_episodes, write_text
 from sage_jax.report.html import write_report
 from sage_jax.report.progress import terminal
-from sage_jax.report.tables import difference_text, markdown, paired_difference, rich_table, score
+from sage_jax.report.tables import difference_text, markdown, rich_table, score
 from sage_jax.sft.loop import run_sft
 from sage_jax.training import checks, setup
-from sage_jax.training.arms import Arm, measure
+from sage_jax.training.arms import Arm, measure, paired_by_kind
 from sage_jax.training.collecting import collect
 from sage_jax.training.rl_loop import train
 from sage_jax.world.roots import DataRoot
@@ -111,20 +111,19 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
     """table.md, curves.png, report.html, and the table in the terminal."""
     order = ["base", config.run.start_name, config.run.name]
     arms = sorted(arms, key=lambda a: (list(config.run.splits).index(a.split) if a.split in config.run.splits else 0, order.index(a.name)))
-    rows = [score(a.runs, a.name, asked=a.asked, split=a.split) for a in arms]
+    rows = [score(runs, label, asked=a.asked, split=a.split) for a in arms for label, runs in a.rows()]
     differences = []
     for split in dict.fromkeys(a.split for a in arms):
-        pair = {a.name: a.runs for a in arms if a.split == split}
+        pair = {a.name: a for a in arms if a.split == split}
         if config.run.start_name in pair and config.run.name in pair:
-            for metric in ("tgc", "sgc", "solved_with_skill"):
-                d = paired_difference(pair[config.run.start_name], pair[config.run.name], metric, seed=0)
-                differences.append((f"{split}: {config.run.name} - {config.run.start_name}", d))
+            found = paired_by_kind(pair[config.run.start_name], pair[config.run.name], ("tgc", "sgc", "solved_with_skill"))
+            differences += [(f"{split}: {label}", d) for label, d in found]
     text = markdown(rows, differences)
     times = "\n".join(f"- {name}: {s:.0f} s" for name, s in seconds.items())
-    (workdir / "table.md").write_text(f"{text}\n{isolation}\n\nSeconds of this run:\n{times}\n")
+    write_text(workdir / "table.md", f"{text}\n{isolation}\n\nSeconds of this run:\n{times}\n")
     curves = curves_png(read_metrics(workdir / "metrics.jsonl").rows, config.run.name)
     write_text(workdir / "curves.png", curves)
-    episodes = {f"{a.name} · {a.split}" + (f" · run {i}" if i else ""): run for a in arms for i, run in enumerate(a.runs)}
+    episodes = {f"{a.name} · {a.split}" + (f" · run {i}" if i else ""): run for a in arms for i, run in zip(a.indices, a.runs)}
     training, held = {}, 0
     for path in sorted((workdir / "episodes" / "train").glob("step_*.jsonl"), reverse=True):
         step = read_episodes(path).episodes
@@ -162,9 +161,7 @@ class Phases:
     def __exit__(self, *_) -> None:
         took = time.monotonic() - self._started
         self.seconds[self._name] = round(self.seconds.get(self._name, 0.0) + took, 1)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.seconds, indent=1) + "\n")
-        temporary.replace(self._path)
+        write_text(self._path, json.dumps(self.seconds, indent=1) + "\n")
         print(f"== {self._name}: {took:.1f} s", flush=True)
 
 

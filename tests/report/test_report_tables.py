@@ -57,10 +57,10 @@ def test_a_given_skill_that_is_called_is_used():
     episodes[0].defined = ()
     for e in episodes:
         e.offered = (SKILL,)
-    assert tables.score([episodes]).skill_use == 0.5
-    episodes = run("SUS")
-    episodes[0].offered = (SKILL,)  # a first task is not counted
-    assert tables.score([episodes]).skill_use == 0.5
+    assert tables.score([episodes]).skill_use == pytest.approx(1 / 3), "the first task had it too and did without"
+    episodes[0].turns = episodes[1].turns
+    assert tables.score([episodes]).skill_use == pytest.approx(2 / 3)
+    assert tables.score([run("SUS")]).skill_use == 0.5, "a first task without a given skill is not counted"
 
 
 def test_infrastructure_errors_are_left_out_counted_and_said_first():

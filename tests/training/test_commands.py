@@ -153,6 +153,8 @@ def test_another_policy_is_not_given_the_first_ones_numbers(mini_root, tmp_path,
     config = config_for(evaluate_config, mini_root)
     config.eval.keep_outputs = False
     evaluate_command(config, tmp_path, split="dev", policy="scripted")
+    about = json.loads((tmp_path / "eval" / "scripted" / "dev" / "arm.json").read_text())
+    assert about["identity"]["root"] == mini_root.path.name, "another root's tasks are others, whatever their ids"
     (tmp_path / "eval" / "scripted").rename(tmp_path / "eval" / "bundled")
     with pytest.raises(ConfigError, match=r"another measurement.*policy.*another --workdir"):
         evaluate_command(config, tmp_path, split="dev", policy="bundled")
@@ -170,7 +172,7 @@ def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tm
         runs = await evaluate(*args, on_scenario=on_scenario, done=done, **options)
         if len(asked) == 1:
             lines = (folder / "part0.jsonl").read_text().splitlines(keepends=True)
-            (folder / "part0.jsonl").write_text("".join(lines[:3]) + lines[3][:50])  # killed while it wrote the second scenario
+            (folder / "part0.jsonl").write_text("".join(lines[:4]) + lines[4][:50])  # killed while it wrote the second scenario
             raise KeyboardInterrupt
         if len(asked) == 2:
             runs[0][0].end = End.INFRASTRUCTURE_ERROR
@@ -180,13 +182,28 @@ def test_a_stopped_evaluation_goes_on_and_a_failed_one_is_not_kept(mini_root, tm
     with pytest.raises(KeyboardInterrupt):
         evaluate_command(config, tmp_path, split="train", policy="scripted")
     evaluate_command(config, tmp_path, split="train", policy="scripted")
-    assert len(asked[0]) == 0 and len(asked[1]) == 1
+    assert len(asked[0]) == 0 and [len(e) for e in asked[1].values()] == [3], "half a scenario is none"
+    lines = (folder / "part0.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["task_id"] for line in lines}) == len(lines) == 6, "what was done again stands there once"
     assert not (folder / "arm.json").exists(), "an arm with an infrastructure error is not complete"
     evaluate_command(config, tmp_path, split="train", policy="scripted")
     assert (folder / "arm.json").exists() and not list(folder.glob("part*"))
     assert len(arms.read_arm(folder).runs[0]) == 6
     evaluate_command(config, tmp_path, split="train", policy="scripted")
     assert len(asked) == 3, "a complete arm is read"
+
+
+def test_what_a_working_skill_is_worth(mini_root, tmp_path, capsys, shared):
+    config = config_for(evaluate_config, mini_root)
+    config.eval.update(reuse=True, runs=1, keep_outputs=False, scenarios=1)
+    config.collect.modes = {"inline": 1.0}
+    evaluate_command(config, tmp_path, split="train", policy="scripted")
+    rows = json.loads((tmp_path / "summary.json").read_text())
+    labels = [f"tasks 2 and 3 {which}, {kind}" for which in ("without", "with") for kind in ("greedy", "sampled (1 run)")]
+    assert [(r["arm"], r["runs"], r["skill_use"], r["sgc"]) for r in rows] == [(label, 1, float(i > 1), 1.0) for i, label in enumerate(labels)]
+    assert "with - without, greedy: TGC % +0.0" in capsys.readouterr().out
+    tables = [[e.position for e in arms.read_arm(tmp_path / "eval" / f"scripted-{kind}" / "train").runs[0]] for kind in ("none", "reference")]
+    assert tables == [[1, 2, 3], [1, 2]]
 
 
 def test_arms_of_several_runs_are_compared(mini_root, tmp_path, shared):
@@ -198,7 +215,7 @@ def test_arms_of_several_runs_are_compared(mini_root, tmp_path, shared):
     text = compare([f"one={tmp_path}/1/eval/scripted", f"two={tmp_path}/1/eval/scripted", f"two={tmp_path}/2/eval/scripted"], "", ["dev", "train"], ["sgc"])
     assert "**dev**" in text and "**train**" not in text
     tasks = len(mini_root.task_ids("dev"))
-    assert f"one, greedy: {tasks}, one, sampled: {tasks}, two, greedy: {2 * tasks}, two, sampled: {2 * tasks}" in text
+    assert f"one, greedy: {tasks}, one, sampled (1 run): {tasks}, two, greedy: {2 * tasks}, two, sampled (2 runs): {2 * tasks}" in text
     assert "two - one, greedy: SGC % +0.0 [+0.0, +0.0]" in text and "two - one, sampled: SGC %" in text
     for given, baseline, message in (
         ([], "", "nothing to compare"), ([f"a={tmp_path}/3"], "", "NAME=FOLDER"), ([f"a={tmp_path}"], "b", "none of the arms"), ([f"a={tmp_path}"], "", "no arm has measured"),

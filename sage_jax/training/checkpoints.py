@@ -49,7 +49,8 @@ class Checkpoints:
     def save(
         self, step: int, state: TrainState, iterator: Any, meta: dict[str, Any], metrics: dict[str, float] | None = None
     ) -> None:
-        """Starts to save a step; device arrays are copied before it returns, so `state` may be donated afterwards.
+        """Starts to save a step; device arrays are copied before it returns, so `state` may be donated afterwards. A best one is on
+        disk when it returns.
 
         Args:
           step: the step that is done.
@@ -74,10 +75,11 @@ class Checkpoints:
             "data": grain.checkpoint.CheckpointSave(iterator),
             "meta": ocp.args.JsonSave(meta),
         }
-        self._last.save(step, items)
         value = meta["metrics"].get(self.best_metric, math.nan)
-        if math.isfinite(value) and value > self.best_value():
+        if math.isfinite(value) and value > self.best_value() and step not in self._best.finished():
             self._best.save(step, {k: items[k] for k in ("params", "meta")})
+            self._best.wait()  # a run stopped after `last` is there does not come back to this step
+        self._last.save(step, items)
 
     def best_value(self) -> float:
         """The metric of the best checkpoint; -inf if there is none."""

@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from sage_jax.agent.chain import Rollout, run_chains
-from sage_jax.agent.trajectory import End, TokenRecord
+from sage_jax.agent.trajectory import End, Episode, TokenRecord
 from sage_jax.errors import InfrastructureError, SageError
 from sage_jax.report.episodes import write_episodes
 from sage_jax.report.progress import step_bar
@@ -179,7 +179,8 @@ def _dev(parts: Parts, state: TrainState) -> dict:
     parts.engine.set_params(state.params, version=state.step)
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=0.0)
     split = config.eval.dev_split
-    with step_bar(split, sum(map(len, parts.root.scenarios(split).values()))) as advance:
+    asked = len(parts.root.task_ids(split))
+    with step_bar(split, asked) as advance:
         runs = parts.session.run(
             evaluate(
                 parts.root, split, [Run(0, policy)], parts.session.pool, setup.episode_spec(config, keep_outputs=False),
@@ -187,6 +188,13 @@ def _dev(parts: Parts, state: TrainState) -> dict:
                 on_progress=lambda p: advance(success=bool(p.episode.s)),
             )
         )
-    row = score(runs, "dev").values
-    return {f"eval_dev/{k}": v for k, v in row.items() if not math.isnan(v)} | {"time/eval_dev_s": time.monotonic() - started}
+    return dev_metrics(runs, asked) | {"time/eval_dev_s": time.monotonic() - started}
+
+
+def dev_metrics(runs: list[list[Episode]], asked: int) -> dict[str, float]:
+    """What `eval_dev/...` says. Without a score for each of the `asked` tasks of a run there is no SGC, so that an
+    evaluation that lost some never makes a checkpoint the best one."""
+    row = score(runs, "dev", asked=asked)
+    values = {f"eval_dev/{k}": v for k, v in row.values.items() if not math.isnan(v) and (k != "sgc" or row.complete)}
+    return values | {"eval_dev/infrastructure_errors": row.errors}
 

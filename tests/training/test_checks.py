@@ -13,6 +13,7 @@ from sage_jax.rl.batch import RowShape, pack
 from sage_jax.skills.library import Library
 from sage_jax.train import profile_steps
 from sage_jax.training import checks, rl_loop, setup
+from sage_jax.world.types import Judgement
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,21 @@ def test_an_episode_without_tokens_counts_and_trains_nothing():
     rollouts = [Rollout(chain=0, index=i, tasks=("t_1",), episodes=[dataclasses.replace(episode)], library=Library()) for i in range(2)]
     packed = pack(rl_loop._samples(rollouts, [True, True], [np.array([0.5]), np.array([-0.5])]), [RowShape(1, 8)])
     assert packed.denominator == 2 and packed.trained_tokens == 0 and packed.idle == 2
+
+
+def test_a_dev_evaluation_with_lost_tasks_chooses_no_checkpoint():
+    """The lost ones could have been those that the policy fails."""
+    solved = [
+        Episode(
+            f"{s}_{k}", s, "dev", 1, "", f"dev/{s}", k, [], [], End.COMPLETED, Judgement(1, 1, True, True, (), ()), (), (), (), None
+        )
+        for s in ("a", "b") for k in (1, 2, 3)
+    ]  # fmt: skip
+    whole = rl_loop.dev_metrics([solved], 6)
+    assert whole["eval_dev/sgc"] == 1.0 and whole["eval_dev/infrastructure_errors"] == 0
+    lost = dataclasses.replace(solved[4], end=End.INFRASTRUCTURE_ERROR, judgement=None)
+    short = rl_loop.dev_metrics([[*solved[:4], lost]], 6)
+    assert "eval_dev/sgc" not in short and short["eval_dev/tgc"] == 1.0 and short["eval_dev/infrastructure_errors"] == 1
 
 
 def test_profile_steps():

@@ -96,8 +96,9 @@ def test_a_killed_run_gives_the_metrics_of_an_unbroken_one(mini_root, tmp_path):
     for which in ("last", str(STEPS)):
         kept = setup.load_policy(config, source=str(broken / "checkpoints" / which))
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), kept.params, final.params)
-    best = setup.load_policy(config, source=str(broken / "checkpoints" / "best"))
-    assert best.identity.endswith(("step 2", f"step {STEPS}"))
+    best, of_unbroken = (setup.load_policy(config, source=str(w / "checkpoints" / "best")) for w in (broken, unbroken))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), best.params, of_unbroken.params)
+    assert best.identity.endswith(("step 2", f"step {STEPS}")) and best.identity.split()[-1] == of_unbroken.identity.split()[-1]
     with pytest.raises(CheckpointError, match="no whole checkpoint '77'"):
         setup.load_policy(config, source=str(broken / "checkpoints" / "77"))
     with pytest.raises(ConfigError, match=r"is no run of sage_jax.train"):

@@ -110,6 +110,25 @@ def test_newest_are_kept_and_the_best_has_its_own_place(tmp_path, mesh):
     c.close()
 
 
+def test_the_best_is_on_disk_before_the_step_is(tmp_path, mesh, monkeypatch):
+    """A kill between the two must not lose the best one: the run would go on behind this step."""
+    state, it = fresh(mesh), scenario_iterator(IDS, 2, 0)
+    c = Checkpoints(tmp_path, best_metric="eval_dev/sgc")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(c._last, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        c.save(1, state, it, {}, {"eval_dev/sgc": 0.5})
+    monkeypatch.undo()
+    assert (tmp_path / "best/1/MANIFEST.json").exists() and c.latest_step() is None
+    c.save(1, state, it, {}, {"eval_dev/sgc": 0.6})  # done again, not bit for bit
+    c.close()
+    assert c.steps() == [1] and c.best_value() == 0.5
+    c.close()
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

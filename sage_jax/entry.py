@@ -5,6 +5,7 @@ Flags: --config (a file of configs/, locked: unknown keys raise), --workdir, --p
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import logging as stdlib_logging
@@ -18,7 +19,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from sage_jax.errors import SageError
+from sage_jax.errors import ConfigError, SageError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Recipe: a file of configs/, e.g. configs/quickstart.py.", lock_config=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder for everything that the run writes. The same folder resumes the run.")
@@ -33,7 +34,6 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
     Typed errors end the process with their message and exit code 1; Ctrl-C and SIGTERM with code 130 and the command that
     resumes.
     """
-    # Model-written code and JAX both write to standard error; the config's own errors must stay readable.
     flags.mark_flag_as_required("config")
 
     def wrapped(argv: list[str]) -> None:
@@ -46,9 +46,9 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
         if not WORKDIR.value:
             raise app.UsageError("--workdir is missing: the folder for everything that the run writes, e.g. --workdir=runs/mine")
         workdir = Path(WORKDIR.value).expanduser().absolute()
-        start(workdir)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raising SIGINT would do nothing in a shell's background job
         try:
+            start(workdir)
             main(config, workdir)
         except KeyboardInterrupt:
             print(f"\nStopped. What is finished is kept; go on with:\n  {python()} -m {command} {shlex.join(sys.argv[1:])}", file=sys.stderr)
@@ -69,8 +69,10 @@ def python() -> str:
 
 
 def start(workdir: Path) -> None:
-    """Makes the workdir, names an accelerator that JAX would not use, switches the persistent compile cache on."""
+    """Makes the workdir and keeps other processes out of it, names an accelerator that JAX would not use, switches the
+    persistent compile cache on. Raises ConfigError if another process works in the workdir."""
     workdir.mkdir(parents=True, exist_ok=True)
+    lock(workdir)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it need not say that torch is missing
     stdlib_logging.getLogger("jax._src.xla_bridge").setLevel(stdlib_logging.WARNING)
     import jax
@@ -84,6 +86,23 @@ def start(workdir: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     logging.set_verbosity(logging.WARNING)
+
+
+def lock(workdir: Path) -> int:
+    """Holds workdir/.lock for the life of this process, not of those that it starts; returns the open file.
+
+    Raises ConfigError naming the process that holds it: two in one folder would overwrite each other's files.
+    """
+    file = os.open(workdir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(file, 32).decode().strip()
+        os.close(file)
+        raise ConfigError(f"process {pid} works in {workdir}. Wait until it ends, stop it, or choose another --workdir.") from None
+    os.ftruncate(file, 0)
+    os.write(file, f"{os.getpid()}\n".encode())
+    return file
 
 
 def unused_accelerator(backend: str, devices: Callable[[str], list[str]] = glob.glob) -> str:
@@ -102,23 +121,26 @@ def unused_accelerator(backend: str, devices: Callable[[str], list[str]] = glob.
     return ""
 
 
-def write_config(config: ConfigDict, workdir: Path) -> None:
-    """workdir/config.json, written once; a later run with another config raises and names the keys that differ."""
-    from sage_jax.errors import ConfigError
-
-    text = json.dumps(json.loads(config.to_json_best_effort()), indent=2, sort_keys=True)
-    workdir.mkdir(parents=True, exist_ok=True)
+def check_workdir(config: ConfigDict, workdir: Path) -> None:
+    """Raises ConfigError naming the keys that differ if the workdir holds a run with another config."""
     path = workdir / "config.json"
-    if path.exists():
-        old, new = _flat(json.loads(path.read_text())), _flat(json.loads(text))
-        changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-        if changed:
-            shown = "; ".join(f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed[:8])
-            raise ConfigError(f"{workdir} holds a run with another config ({shown}). Choose another --workdir, or delete this one.")
+    if not path.exists():
         return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    old, new = _flat(json.loads(path.read_text())), _flat(json.loads(config.to_json_best_effort()))
+    changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    if changed:
+        shown = "; ".join(f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in changed[:8])
+        raise ConfigError(f"{workdir} holds a run with another config ({shown}). Choose another --workdir, or delete this one.")
+
+
+def write_config(config: ConfigDict, workdir: Path) -> None:
+    """workdir/config.json, written once, when all that the config names has been found; see `check_workdir`."""
+    from sage_jax.report.episodes import write_text
+
+    check_workdir(config, workdir)
+    path = workdir / "config.json"
+    if not path.exists():
+        write_text(path, json.dumps(json.loads(config.to_json_best_effort()), indent=2, sort_keys=True) + "\n")
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

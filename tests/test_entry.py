@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sage_jax import entry
+from sage_jax.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[1]
 WAITS = "import time\nfrom sage_jax import entry\ndef main(config, workdir):\n    print('ready', flush=True)\n    while True: time.sleep(0.1)\nentry.run(main, 'sage_jax.train')\n"
 
@@ -22,8 +25,13 @@ def test_sigterm_stops_and_says_how_to_go_on(tmp_path, ignored):
     )
     try:
         assert process.stdout.readline() == "ready\n", process.stderr.read()
+        with pytest.raises(ConfigError, match=rf"process {process.pid} works in .*choose another --workdir"):
+            entry.lock(tmp_path)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()
+    held = entry.lock(tmp_path)
+    assert not os.get_inheritable(held), "what a run starts must not hold its folder"
+    os.close(held)
     assert process.returncode == 130 and "go on with:" in errors and f"--workdir={tmp_path}" in errors

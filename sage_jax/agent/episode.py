@@ -47,6 +47,9 @@ class EpisodeSpec:
         for name in ("max_turns", "max_no_code_turns"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("episode_tokens", "episode_retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
 
 
 class Worlds(Protocol):

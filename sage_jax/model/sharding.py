@@ -49,7 +49,11 @@ def make_mesh(shape: dict[str, int] | None = None, devices: Sequence[Any] | None
     devices = list(jax.devices() if devices is None else devices)
     sizes = tuple(int(shape.get(axis, 1)) for axis in MESH_AXES)
     if math.prod(sizes) != len(devices):
-        raise ConfigError(f"mesh {dict(zip(MESH_AXES, sizes))} needs {math.prod(sizes)} devices and there are {len(devices)}")
+        n = len(devices)
+        raise ConfigError(
+            f"mesh {dict(zip(MESH_AXES, sizes))} needs {math.prod(sizes)} devices and there are {n}: the sizes must multiply to {n}, e.g. "
+            f"--config.mesh.data={n} --config.rl.rows={n} --config.sft.rows={n} (rows are spread over data * fsdp)"
+        )
     return Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

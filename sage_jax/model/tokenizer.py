@@ -20,6 +20,7 @@ from sage_jax.errors import ConfigError
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<think>", "</think>")
+SMALLEST_BPE = 256 + 32 + len(CONTROL) + len(ADDED)  # bytes, the merges of the compact pieces, control tokens
 
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -216,9 +217,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, whole_words: bool = False) 
     from transformers import PreTrainedTokenizerFast
 
     extra = len(CONTROL) + len(ADDED)
-    least = 256 + 32 + extra  # bytes, the merges of the compact pieces, control tokens
-    if vocab_size < least:
-        raise ConfigError(f"vocab_size={vocab_size}: a byte-level BPE needs at least {least}")
+    if vocab_size < SMALLEST_BPE:
+        raise ConfigError(f"vocab_size={vocab_size}: a byte-level BPE needs at least {SMALLEST_BPE}")
     texts = list(texts)
     splitter = pre_tokenizers.Sequence(
         [

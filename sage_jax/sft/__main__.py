@@ -9,14 +9,16 @@ def main(config, workdir):
     from sage_jax.errors import ConfigError
     from sage_jax.training.checks import check_sft
     from sage_jax.training.experiment import supervised
+    from sage_jax.training.setup import check_policy
 
     check_sft(config)
-    entry.write_config(config, workdir)
     dataset = Path(config.sft.dataset).expanduser() if config.sft.dataset else workdir / "dataset.jsonl"
     if not dataset.exists():
         raise ConfigError(
             f"{dataset} is missing: run `python -m sage_jax.collect` with the same --config and --workdir first, or set sft.dataset"
         )
+    check_policy(config, source=config.sft.start, tokenizer_folder=dataset.parent / "tokenizer")
+    entry.write_config(config, workdir)
     print(f"policy: {supervised(config, dataset, workdir)}")
 
 

@@ -7,6 +7,7 @@ impossible combination raises in the first second and not after an hour.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from ml_collections import ConfigDict
 
@@ -14,7 +15,7 @@ from sage_jax.agent.early_stop import EarlyStop
 from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.errors import ConfigError, DataRootError
 from sage_jax.model.hf import DTYPES
-from sage_jax.model.tokenizer import Tokenizer
+from sage_jax.model.tokenizer import SMALLEST_BPE, Tokenizer
 from sage_jax.rl.advantages import ADVANTAGES
 from sage_jax.rl.losses import LossConfig, check_sampling
 from sage_jax.rl.rewards import REWARDS
@@ -23,7 +24,8 @@ from sage_jax.skills.usage import DETECTORS
 from sage_jax.training import chains, setup
 from sage_jax.training.evaluation import LIBRARIES
 from sage_jax.training.optimizer import make_optimizer, make_schedule
-from sage_jax.world.roots import DataRoot
+from sage_jax.world.miniworld.tasks import split_sizes
+from sage_jax.world.roots import KINDS, SPLITS, DataRoot, split_levels
 
 
 def check_train(config: ConfigDict) -> None:
@@ -33,9 +35,8 @@ def check_train(config: ConfigDict) -> None:
       ConfigError: a combination that cannot run or would train something else than asked.
     """
     rl, s, o, a, r = config.rl, config.sampler, config.optim, config.agent, config.run
-    check_sampling(s.temperature, s.top_k, s.top_p, old_logprobs=rl.old_logprobs)
-    check_episodes(config)
     check_evaluation(config)
+    check_sampling(s.temperature, s.top_k, s.top_p, old_logprobs=rl.old_logprobs)
     _known("rl.reward", rl.reward, REWARDS)
     _known("rl.advantage", rl.advantage, ADVANTAGES)
     _known("rl.detector", rl.detector, DETECTORS)
@@ -46,6 +47,8 @@ def check_train(config: ConfigDict) -> None:
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{name if '.' in name else f'rl.{name}'}={value} must be at least 1")
+    if rl.mini_batches > rl.scenarios_per_step * rl.group:
+        raise ConfigError(f"rl.mini_batches={rl.mini_batches} is more than the rl.scenarios_per_step * rl.group = {rl.scenarios_per_step * rl.group} rollouts")
     make_optimizer(
         make_schedule(o.schedule, o.lr, o.warmup, o.horizon or rl.steps * rl.epochs * rl.mini_batches),
         b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
@@ -62,17 +65,36 @@ def check_train(config: ConfigDict) -> None:
     if r.from_scratch:
         check_collect(config)
         check_sft(config)
+        if config.sft.start == "random" and config.model.tokenizer == "workdir" and not config.collect.vocab_size:
+            raise ConfigError("model.tokenizer='workdir' is trained by collecting: it needs collect.vocab_size")
 
 
 def check_episodes(config: ConfigDict) -> None:
-    """The rules of episodes and their prompts."""
+    """The rules of episodes and their prompts, and the size of the mini world."""
     setup.episode_spec(config, keep_outputs=False)
+    w = config.world
+    _known("world.kind", w.kind, KINDS)
+    if w.kind == "miniworld" and not w.path:
+        try:
+            split_sizes(w.scenarios)
+        except ValueError as error:
+            raise ConfigError(f"world.scenarios={w.scenarios}: {error}") from error
 
 
 def check_evaluation(config: ConfigDict) -> None:
-    """Raises ConfigError for runs that measure nothing, or an unknown library."""
-    e = config.eval
+    """What `sage_jax.evaluate` reads. Raises ConfigError for runs that measure nothing, a library or a sampler that cannot be."""
+    check_episodes(config)
+    e, s = config.eval, config.sampler
     _known("eval.library", e.library, LIBRARIES)
+    if (e.reuse or e.library == "reference") and config.world.kind != "miniworld":
+        raise ConfigError("eval.reuse and eval.library='reference' need reference functions, and only the mini world has them (world.kind=miniworld)")
+    for name in ("slots", "decode_chunk", "max_new_tokens"):
+        if s[name] < 1:
+            raise ConfigError(f"sampler.{name}={s[name]} must be at least 1")
+    if not 0 < s.top_p <= 1:
+        raise ConfigError(f"sampler.top_p={s.top_p} must be above 0 and at most 1 (off)")
+    if s.top_k < 0:
+        raise ConfigError(f"sampler.top_k={s.top_k} must not be negative (0: off)")
     if not e.greedy and e.runs < 1:
         raise ConfigError("eval.greedy=False and eval.runs=0: there is nothing to evaluate")
     if e.runs and e.temperature <= 0:
@@ -82,7 +104,13 @@ def check_evaluation(config: ConfigDict) -> None:
 def check_collect(config: ConfigDict) -> None:
     """The rules of episodes and the demonstrations."""
     check_episodes(config)
-    ScriptedPolicy(config.collect.modes.to_dict(), reuse=config.collect.reuse, seed=config.seed, first_page=config.collect.first_page)
+    c = config.collect
+    ScriptedPolicy(c.modes.to_dict(), reuse=c.reuse, seed=config.seed, first_page=c.first_page)
+    if config.world.kind != "miniworld":
+        raise ConfigError("only the mini world has solutions to collect from (world.kind=miniworld)")
+    if c.vocab_size and c.vocab_size < SMALLEST_BPE:
+        raise ConfigError(f"collect.vocab_size={c.vocab_size} must be 0 (no tokenizer) or at least {SMALLEST_BPE}")
+    check_split_names(config, [c.split])
 
 
 def check_sft(config: ConfigDict) -> None:
@@ -101,12 +129,31 @@ def check_sft(config: ConfigDict) -> None:
             )
 
 
-def check_splits(config: ConfigDict, root: DataRoot, splits: Iterable[str]) -> None:
-    """Raises DataRootError for a split that the root does not have, ConfigError for chains that it cannot give."""
+def check_split_names(config: ConfigDict, splits: Iterable[str]) -> None:
+    """As `check_splits`, as far as it can be known without building a mini world, which takes minutes."""
+    if config.world.kind != "miniworld" or config.world.path:
+        check_splits(setup.data_root(config), splits)
+        return
+    for split in splits:
+        name, _ = split_levels(split)
+        if name not in SPLITS and not Path(name).is_file():
+            raise DataRootError(f"no split {split!r}: the mini world has {', '.join(SPLITS)}; a file of scenario ids is taken too")
+
+
+def check_splits(root: DataRoot, splits: Iterable[str]) -> None:
+    """Raises DataRootError for a split that the root does not have."""
     for split in splits:
         if not root.scenarios(split):
             raise DataRootError(f"split {split!r} of {root.path} is empty")
+
+
+def check_chains(config: ConfigDict, root: DataRoot) -> None:
+    """Raises ConfigError for chains or batches that the root's training split cannot give."""
     chains.source(config, root)
+    rl = config.rl
+    there = len(root.scenarios(rl.split))
+    if rl.scenarios_per_step > there:
+        raise ConfigError(f"rl.scenarios_per_step={rl.scenarios_per_step} is more than the {there} scenarios of split {rl.split!r}: a step takes none twice")
 
 
 def check_prompts(config: ConfigDict, root: DataRoot, split: str, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from sage_jax.entry import write_config
+from sage_jax.entry import check_workdir, write_config
 from sage_jax.report.episodes import write_text
 from sage_jax.report.progress import terminal
 from sage_jax.report.tables import breakdown, difference_text, first_line, rich_table, score
@@ -26,20 +26,24 @@ from sage_jax.world.roots import SPLITS
 
 def evaluate_command(config: ConfigDict, workdir: Path, *, split: str, policy: str) -> None:
     """Args: `split` and `policy` override the config's where they are not empty."""
-    checks.check_episodes(config)
+    split, source = split or config.eval.split, policy or config.model.source
+    check_workdir(config, workdir)
     checks.check_evaluation(config)
-    write_config(config, workdir)
-    split = split or config.eval.split
-    root = setup.data_root(config)
-    checks.check_splits(config, root, [split])
-    loaded = None
-    source = policy or config.model.source
+    checks.check_split_names(config, [split])
     if source != "scripted":
+        setup.check_policy(config, source=source)
+    root = setup.data_root(config)
+    checks.check_splits(root, [split])
+    loaded = None
+    if source == "scripted":
+        setup.scripts(root, [])  # raises where there are none
+    else:
         loaded = setup.load_policy(config, source=source)
         checks.check_prompts(config, root, split, loaded.tokenizer)
         print(setup.describe(config, loaded))
     name = Path(source).name if "/" in source else source
     with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
+        write_config(config, workdir)
         if config.eval.reuse:
             rows = _reuse(config, workdir, root, loaded, name, split, session)
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from sage_jax.entry import write_config
+from sage_jax.entry import check_workdir, write_config
 from sage_jax.model.hf import save_hf
 from sage_jax.report.curves import curves_png, read_metrics
 from sage_jax.report.episodes import read_episodes, write_text
@@ -36,15 +36,21 @@ def run_experiment(config: ConfigDict, workdir: Path, profile: tuple[int, int] |
 
     `profile`: first and last step (0-based) of which a JAX profile goes to workdir/profile.
     """
+    source, splits = config.model.source, [config.rl.split, *([config.eval.dev_split] if config.eval.every else []), *config.run.splits]
+    check_workdir(config, workdir)
     checks.check_train(config)
-    write_config(config, workdir)
+    checks.check_split_names(config, splits)
+    if config.run.from_scratch:
+        setup.check_policy(config, source=config.sft.start, tokenizer_folder=workdir / "sft" / "tokenizer")
+    else:
+        setup.check_policy(config, source=source)
     phases = Phases(workdir)
     with phases("mini world" if config.world.kind == "miniworld" else "data root"):
         root = setup.data_root(config)
-    dev = [config.eval.dev_split] if config.eval.every else []
-    checks.check_splits(config, root, [config.rl.split, *dev, *config.run.splits])
-    source = config.model.source
+    checks.check_splits(root, splits)
+    checks.check_chains(config, root)
     if config.run.from_scratch:
+        write_config(config, workdir)
         with phases("collect"):
             dataset = collect(config, workdir / "sft")
         with phases("sft"):
@@ -54,6 +60,7 @@ def run_experiment(config: ConfigDict, workdir: Path, profile: tuple[int, int] |
     print(setup.describe(config, loaded))
 
     with setup.Session(config, root, workdir if config.eval.keep_outputs else None) as session:
+        write_config(config, workdir)
         arms = _arms(config, workdir, root, loaded, session, phases, profile)
     report(config, workdir, root, arms, phases.seconds, session.isolation)
 

@@ -122,27 +122,55 @@ def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_fold
     """
     m = config.model
     source = source or m.source
-    if Path(source).parent.name == "checkpoints":
-        return _from_checkpoint(config, Path(source).expanduser())
-    mesh = make_mesh({"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor})
+    check_policy(config, source=source, tokenizer_folder=tokenizer_folder)
+    if checkpoint := _checkpoint(source):
+        return _from_checkpoint(config, checkpoint)
+    mesh = _mesh(config)
     if source == "random":
-        places = {"bundled": BUNDLED, "workdir": tokenizer_folder}
-        folder = places.get(m.tokenizer, Path(m.tokenizer).expanduser())
-        if folder is None:
-            raise ConfigError("model.tokenizer='workdir' has no meaning here; give 'bundled', a folder or a SentencePiece file")
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(_tokenizer_place(config, tokenizer_folder))
         rows = -(-tokenizer.vocab_size // 32) * 32  # padded, so that it divides over a mesh
         cfg = dataclasses.replace(preset(m.preset), vocab_size=rows, dtype=m.dtype, remat=m.remat)
         graphdef, params = create_params(cfg, mesh, config.seed)
         return Loaded(cfg, graphdef, params, tokenizer, mesh, f"random {cfg} seed {config.seed}")
-    folder = BUNDLED if source == "bundled" else Path(source).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"policy {source!r} is neither 'bundled', 'random', a Hugging Face folder (there is no {folder}/config.json) nor "
-            "WORKDIR/checkpoints/last, /best or /STEP of a training run"
-        )
+    folder = _folder(source)
     cfg, graphdef, params = load_hf(folder, mesh, dtype=m.dtype, remat=m.remat)
     return Loaded(cfg, graphdef, params, load_tokenizer(folder), mesh, folder_identity(folder))
+
+
+def check_policy(config: ConfigDict, *, source: str, tokenizer_folder: Path | None = None) -> None:
+    """What can be known of a policy before anything is loaded: mesh, preset, folders. Arguments and errors as in `load_policy`."""
+    m = config.model
+    _mesh(config)
+    if checkpoint := _checkpoint(source):
+        _of_run(checkpoint)
+    elif source == "random":
+        preset(m.preset, dtype=m.dtype, remat=m.remat)
+        place = _tokenizer_place(config, tokenizer_folder)
+        if m.tokenizer != "workdir" and not place.exists():  # that of a workdir may be still to be made
+            raise ConfigError(f"model.tokenizer={m.tokenizer!r}: there is no {place}; give 'bundled', a folder or a SentencePiece file")
+    else:
+        folder = _folder(source)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"policy {source!r} is neither 'bundled', 'random', a Hugging Face folder (there is no {folder}/config.json) nor "
+                "WORKDIR/checkpoints/last, /best or /STEP of a training run"
+            )
+        ModelConfig.from_hf(json.loads((folder / "config.json").read_text()), dtype=m.dtype, remat=m.remat)
+
+
+def _mesh(config: ConfigDict) -> Mesh:
+    return make_mesh({"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor})
+
+
+def _folder(source: str) -> Path:
+    return BUNDLED if source == "bundled" else Path(source).expanduser()
+
+
+def _tokenizer_place(config: ConfigDict, workdir_tokenizer: Path | None) -> Path:
+    name = config.model.tokenizer
+    if name == "workdir" and workdir_tokenizer is None:
+        raise ConfigError("model.tokenizer='workdir' has no meaning here; give 'bundled', a folder or a SentencePiece file")
+    return {"bundled": BUNDLED, "workdir": workdir_tokenizer}.get(name) or Path(name).expanduser()
 
 
 def untrained(config: ConfigDict, like: Loaded) -> Loaded:
@@ -151,14 +179,29 @@ def untrained(config: ConfigDict, like: Loaded) -> Loaded:
     return dataclasses.replace(like, graphdef=graphdef, params=params, identity=f"random {like.cfg} seed {config.seed}")
 
 
-def _from_checkpoint(config: ConfigDict, path: Path) -> Loaded:
-    workdir = path.parent.parent
+def _checkpoint(source: str) -> Path | None:
+    """The path, if it names a checkpoint of a run; a model folder that happens to lie there is none."""
+    path = Path(source).expanduser()
+    named = path.parent.name == "checkpoints" and (path.name in ("best", "last") or path.name.isdigit())
+    return path if named and not (path / "config.json").exists() else None
+
+
+def _of_run(checkpoint: Path) -> dict[str, str]:
+    """{source, preset, tokenizer} of the policy that the checkpoint's run started from. Raises ConfigError if there is no such run."""
+    workdir = checkpoint.parent.parent
     try:
         of_run = json.loads((workdir / "config.json").read_text())
         start = str(workdir / "sft" / "policy") if of_run["run"]["from_scratch"] else of_run["model"]["source"]
+        return {"source": start, **{k: of_run["model"][k] for k in ("preset", "tokenizer")}}
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"policy {path}: {workdir} is no run of sage_jax.train ({type(error).__name__}: {error})") from error
-    loaded = load_policy(config, source=start)  # for its shape and tokenizer
+        raise ConfigError(f"policy {checkpoint}: {workdir} is no run of sage_jax.train ({type(error).__name__}: {error})") from error
+
+
+def _from_checkpoint(config: ConfigDict, path: Path) -> Loaded:
+    workdir = path.parent.parent
+    config = config.copy_and_resolve_references()
+    config.model.update(_of_run(path))
+    loaded = load_policy(config, tokenizer_folder=workdir / "tokenizer")  # for its shape and tokenizer
     with Checkpoints(workdir / "checkpoints", keep=1, best_metric="") as checkpoints:
         state, _ = checkpoints.restore_params(loaded.params, path.name)
     return dataclasses.replace(loaded, params=state.params, identity=f"{path} step {state.step}")

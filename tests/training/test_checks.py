@@ -8,11 +8,12 @@ import pytest
 from configs import quickstart, sage_demo, sft_tiny
 from sage_jax.agent.chain import Rollout
 from sage_jax.agent.trajectory import End, Episode
-from sage_jax.errors import ConfigError
+from sage_jax.errors import ConfigError, DataRootError, SageError
 from sage_jax.rl.batch import RowShape, pack
 from sage_jax.skills.library import Library
 from sage_jax.train import profile_steps
 from sage_jax.training import checks, rl_loop, setup
+from sage_jax.training.experiment import run_experiment
 from sage_jax.world.types import Judgement
 
 
@@ -40,6 +41,15 @@ from sage_jax.world.types import Judgement
         ("eval.greedy", False, "nothing to evaluate"),
         ("run.name", "SFT", "three different names"),
         ("sampler.temperature", 0.0, "above 0"),
+        ("sampler.slots", 0, r"sampler\.slots=0 must be at least 1"),
+        ("sampler.top_p", 0.0, r"sampler\.top_p=0.0 must be above 0"),
+        ("sampler.top_k", -1, r"sampler\.top_k=-1"),
+        ("agent.episode_retries", -1, "episode_retries=-1"),
+        ("rl.mini_batches", 49, "rl.mini_batches=49 is more than .* 48 rollouts"),
+        ("world.scenarios", 2, "world.scenarios=2: .*at least 4"),
+        ("world.kind", "mini", "miniworld, official"),
+        ("collect.vocab_size", 100, "collect.vocab_size=100 must be 0 .* or at least 293"),
+        ("collect.vocab_size", 0, "needs collect.vocab_size"),
         ("sft.save_dtype", "bf16", "bfloat16"),
         ("sft.normaliser", "constant", "sequence, token"),
         ("sft.renamed_copies", 0, r"sft.weights .*'call': 0.5.* relative to sft.renamed_copies"),
@@ -53,6 +63,46 @@ def test_wrong_values_raise_at_start(key, value, message):
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ConfigError, match=message):
         checks.check_train(config)
+
+
+def test_splits_and_steps_that_the_root_does_not_have(mini_root):
+    config = quickstart.get_config("from_scratch")
+    config.collect.split = "training"
+    with pytest.raises(DataRootError, match=r"no split 'training': the mini world has train, dev"):
+        checks.check_train(config)
+    config = sage_demo.get_config()
+    config.world.path = str(mini_root.path)
+    with pytest.raises(DataRootError, match="no split 'deb'"):
+        checks.check_split_names(config, ["dev", "deb"])
+    config.rl.scenarios_per_step = 99
+    with pytest.raises(ConfigError, match=rf"rl.scenarios_per_step=99 is more than the {len(mini_root.scenarios('train'))} scenarios of split 'train'"):
+        checks.check_chains(config, mini_root)
+    config.world.kind = "official"
+    for key, value in (("reuse", True), ("library", "reference")):
+        wrong = config.copy_and_resolve_references()
+        wrong.eval[key] = value
+        with pytest.raises(ConfigError, match="only the mini world has them"):
+            checks.check_evaluation(wrong)
+    with pytest.raises(ConfigError, match="only the mini world has solutions"):
+        checks.check_collect(config)
+
+
+def test_a_command_put_right_runs_in_the_same_workdir(tmp_path):
+    """What is refused leaves no config.json behind, which would refuse the next try too."""
+    for key, value, error in (
+        ("model.source", "/no/such/model", "neither 'bundled'"), ("mesh.data", 3, r"needs 3 devices.*--config\.mesh\.data=1 --config\.rl\.rows=1"),
+        ("rl.split", "trian", "no split 'trian'"), ("run.splits", ("tests",), "no split 'tests'"),
+    ):  # fmt: skip
+        config = sage_demo.get_config()
+        config.rl.rows = 3 if key == "mesh.data" else config.rl.rows
+        config.update_from_flattened_dict({key: value})
+        with pytest.raises(SageError, match=error):
+            run_experiment(config, tmp_path)
+    config = sage_demo.get_config()
+    config.model.update(source="random", preset="tinny")
+    with pytest.raises(ConfigError, match="unknown model preset 'tinny'"):
+        run_experiment(config, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_recipes_pass_the_checks():

@@ -130,6 +130,9 @@ def test_wrong_requests_name_the_choices(mini_root, tmp_path):
     config = config_for(evaluate_config, mini_root)
     with pytest.raises(ConfigError, match="neither 'bundled', 'random', a Hugging Face folder"):
         evaluate_command(config, tmp_path, split="dev", policy="/no/such/folder")
+    with pytest.raises(SageError, match="no split 'devel'"):
+        evaluate_command(config, tmp_path, split="devel", policy="bundled")
+    assert not list(tmp_path.iterdir()), "a corrected command works in the same folder"
     config.eval.library = "chains"
     with pytest.raises(ConfigError, match="chain, none, reference"):
         evaluate_command(config, tmp_path / "b", split="dev", policy="scripted")

@@ -1,0 +1,46 @@
+"""Where a policy comes from: checkpoints of runs, model folders that lie in a folder of such a name."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import evaluate, sage_demo
+from sage_jax.errors import ConfigError
+from sage_jax.model.presets import PRESETS
+from sage_jax.model.tokenizer import train_bpe
+from sage_jax.training import setup
+from sage_jax.training.checkpoints import Checkpoints
+from sage_jax.training.data import scenario_iterator
+from sage_jax.training.state import TrainState
+
+
+@pytest.mark.parametrize("name", ["best", "7", "mine"])
+def test_a_model_folder_may_lie_in_a_folder_called_checkpoints(tmp_path, name):
+    config = evaluate.get_config()
+    folder = tmp_path / "checkpoints" / name
+    with pytest.raises(ConfigError, match="neither 'bundled'" if name == "mine" else "is no run of sage_jax.train"):
+        setup.check_policy(config, source=str(folder))
+    folder.mkdir(parents=True)
+    shutil.copy(setup.BUNDLED / "config.json", folder)
+    setup.check_policy(config, source=str(folder))
+
+
+def test_a_run_from_new_weights_is_evaluated_with_its_own_shape_and_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "narrow", PRESETS["tiny"].replace(hidden_size=16, num_layers=1, mlp_size=16))
+    train_bpe(["alpha beta"] * 9, 300).save(tmp_path / "tok")
+    config = sage_demo.get_config()
+    config.model.update(source="random", preset="narrow", tokenizer=str(tmp_path / "tok"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(setup.digest(config)))
+    made = setup.load_policy(config)
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        state = TrainState(made.params, {"moment": jnp.zeros(1)}, step=4)
+        checkpoints.save(4, state, scenario_iterator(["a", "b"], 1, 0), {})
+    loaded = setup.load_policy(evaluate.get_config(), source=str(run / "checkpoints" / "last"))
+    assert loaded.cfg == made.cfg and loaded.tokenizer.vocab_size == made.tokenizer.vocab_size != 0 and loaded.identity.endswith("step 4")
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), loaded.params, made.params)

@@ -176,9 +176,14 @@ def base() -> ConfigDict:
 
 
 def with_arg(config: ConfigDict, arg: str | None, **switches) -> ConfigDict:
-    """Applies `name[,name...]` after the config's colon; each names a function config -> None. Unknown names raise."""
-    for name in [n for n in (arg or "").split(",") if n]:
-        if name not in switches:
-            raise ValueError(f"config argument {name!r} is unknown; valid: {', '.join(switches) or 'none'}")
-        switches[name](config)
+    """Applies `name[,name...]` after the config's colon; each names a function config -> None. Unknown names raise.
+
+    They are applied in the order in which the recipe lists its switches, whatever the order in `arg`.
+    """
+    names = {n for n in (arg or "").split(",") if n}
+    if unknown := sorted(names - switches.keys()):
+        raise ValueError(f"config argument {unknown[0]!r} is unknown; valid: {', '.join(switches) or 'none'}")
+    for name, switch in switches.items():
+        if name in names:
+            switch(config)
     return config

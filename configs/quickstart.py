@@ -17,7 +17,7 @@ def get_config(arg=None):
     c.eval.runs = 0
     c.eval.every = 3
     c.eval.keep_outputs = True
-    return common.with_arg(c, arg, smoke=smoke, from_scratch=from_scratch, runlocal=smoke)
+    return common.with_arg(c, arg, from_scratch=from_scratch, smoke=smoke, runlocal=smoke)
 
 
 def smoke(c):

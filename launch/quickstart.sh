@@ -3,9 +3,10 @@
 #   bash launch/quickstart.sh                  the first steps of the demo, from the policy kept in the repository
 #   bash launch/quickstart.sh --smoke          a few minutes: 12 scenarios, 3 steps
 #   bash launch/quickstart.sh --from_scratch   collects demonstrations and does the SFT too, live (an hour more; with --smoke a few minutes)
-#   bash launch/quickstart.sh --workdir=DIR    where everything is written (default runs/quickstart, runs/smoke, runs/scratch)
+#   bash launch/quickstart.sh --workdir=DIR    where everything is written (default runs/quickstart, runs/smoke, runs/scratch in the repository)
 # The same command resumes a run that was stopped. Further arguments go to sage_jax.train.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 arg="" workdir=runs/quickstart rest=() smoke="" scratch=""
 for a in "$@"; do
@@ -21,7 +22,11 @@ if [ -n "$smoke" ] && [ -n "$scratch" ]; then
 elif [ -n "$smoke$scratch" ]; then
   arg=":$smoke$scratch"
 fi
-workdir=${given:-$workdir}
+case ${given:-} in
+  "") ;;
+  /* | "~"*) workdir=$given ;;
+  *) workdir=$here/$given ;;  # as the caller sees it
+esac
 started=$SECONDS
 bash launch/setup.sh
 if ! .venv/bin/python -c 'import sys; from sage_jax.world.isolation import landlock_version; sys.exit(landlock_version() < 1)'; then

@@ -13,7 +13,8 @@ fi
 want=$(cat requirements.txt pyproject.toml <(echo "${SAGE_EXTRAS:-}") <("$PYTHON" --version) | cksum)
 if [ "$(cat .venv/.sage_setup 2>/dev/null || true)" != "$want" ]; then
   started=$SECONDS
-  [ -x .venv/bin/python ] || { echo "setup: making .venv"; "$PYTHON" -m venv .venv; }
+  # A .venv without pip is what a failed or interrupted try left.
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || { echo "setup: making .venv"; "$PYTHON" -m venv --clear .venv; }
   echo "setup: installing requirements (about a minute)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${SAGE_EXTRAS:+[$SAGE_EXTRAS]}"

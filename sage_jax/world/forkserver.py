@@ -1,6 +1,7 @@
 """The warm parent of all worlds: a process that imported the engine once and forks one child a world or evaluation.
 
-Started as a fresh interpreter (`python -m sage_jax.world.forkserver FD`), never forked from the trainer: no jax, one
+Started as a fresh interpreter (`python -m sage_jax.world.forkserver FD NAME`; by the name, which all that descends from it carries in its
+command line, the trainer finds what a killed server left), never forked from the trainer: no jax, one
 thread, no credentials. The process of a world forks a second one for the agent's code (`worker`, `shell`). The trainer speaks to it over a socket of whole messages (JSON); a request to spawn carries
 the child's end of that child's own channel. Each child is the leader of its own session, is killed with the server
 (parent-death signal) and with the trainer (the server sees the socket close, or its parent change), and whatever it
@@ -27,10 +28,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from sage_jax.world import isolation
-from sage_jax.world.watch import parent_of
+from sage_jax.world import isolation, protocol
+from sage_jax.world.leftovers import first_uid
+from sage_jax.world.watch import limited_memory, parent_of
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 _exit = os._exit  # while agent code runs, the engine replaces the one in `os` by a function that does nothing
@@ -112,7 +114,13 @@ class _Server:
 
     def _spawn(self, message: dict, descriptor: int) -> None:
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process or no memory for it now: an opening that failed, and is tried again
+            with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as channel:
+                protocol.send(channel, {"error": f"no process could be forked: {error}"})
+            self._tell(event="exit", id=message["id"], status=1 << 8)
+            return
         if pid == 0:
             status = 1
             try:
@@ -129,7 +137,7 @@ class _Server:
 
     def _become_child(self, server: int, descriptor: int, memory_bytes: int) -> None:
         os.setsid()
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _libc.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             _exit(1)
         signal.set_wakeup_fd(-1)
@@ -143,30 +151,30 @@ class _Server:
             os.dup2(null, standard)
         os.closerange(3, descriptor)
         os.closerange(descriptor + 1, 1 << 16)
-        data = _data_bytes() + memory_bytes
+        data = limited_memory()[0] + memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def _reap(self) -> None:
-        while True:
+        """Waits for what has ended, kills what it left behind, and only then tells of the ends."""
+        ended = []
+        with contextlib.suppress(ChildProcessError):  # no children at all
             while True:
-                try:
-                    pid, status = os.waitpid(-1, os.WNOHANG)
-                except ChildProcessError:
-                    return
-                if pid == 0:
+                while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                    pid, status = reaped
+                    id = self.children.pop(pid, None)
+                    if id is not None:
+                        _kill_leftovers(pid)
+                        ended.append((id, status))
+                # Descendants of dead children are ours now. A living child's own children are not listed here.
+                orphans = [pid for pid in _own_children() if pid not in self.children]
+                for pid in orphans:
+                    _kill(pid)
+                if not orphans:
                     break
-                id = self.children.pop(pid, None)
-                if id is not None:
-                    _kill_leftovers(pid)
-                    self._tell(event="exit", id=id, status=status)
-            # Descendants of dead children are ours now. A living child's own children are not listed here.
-            orphans = [pid for pid in _own_children() if pid not in self.children]
-            for pid in orphans:
-                _kill(pid)
-            if not orphans:
-                return
-            select.select([], [], [], 0.001)  # they are dying; their own children arrive next
+                select.select([], [], [], 0.001)  # they are dying; their own children arrive next
+        for id, status in ended:
+            self._tell(event="exit", id=id, status=status)
 
     def _end_all(self) -> None:
         while self.children:
@@ -181,21 +189,22 @@ def _plan(scratch: str, off: list[str]) -> tuple[isolation.Plan, dict[str, isola
     probe = os.path.join(scratch, "agents", "probe")
     os.makedirs(probe, exist_ok=True)
     readable = isolation.readable_paths(Path(__file__).resolve().parents[1])
-    # A user id for each world: what no file has and no other world has. Servers of one machine differ by their process id.
-    uid = _FIRST_UID + (os.getpid() % 10_000) * 10_000
+    uid, without = first_uid(os.getpid()), {name: "switched off" for name in off}
+    if os.geteuid() != 0:
+        without.setdefault("uid", "needs root; files and processes of this user are guarded by landlock and seccomp alone")
+    else:
+        try:
+            os.chown(probe, uid, uid)
+        except OSError as error:  # a container that has no such user ids
+            without.setdefault("uid", f"no unused user ids: {error}")
     plan = isolation.Plan(
-        off=(), uid=uid, keep_read_search=os.geteuid() == 0 and not isolation.can_be_read_by(uid, readable), readable=readable, writable=probe,
-        memory_bytes=1 << 28, file_bytes=1 << 24, processes=16,
-    )
-    if os.geteuid() == 0:
-        os.chown(probe, uid, uid)
-    layers = isolation.survey(plan, off)
+        off=(), uid=None if "uid" in without else uid, keep_read_search="uid" not in without and not isolation.can_be_read_by(uid, readable),
+        readable=readable, writable=probe, memory_bytes=1 << 28, file_bytes=1 << 24, processes=16,
+    )  # fmt: skip
+    layers = isolation.survey(plan, without)
     shutil.rmtree(probe)
     missing = tuple(name for name, layer in layers.items() if not layer.on)
     return dataclasses.replace(plan, off=missing, uid=None if "uid" in missing else uid), layers
-
-
-_FIRST_UID = 1_000_000_000
 
 
 def _live(role: str, spec: dict, descriptor: int, plan: isolation.Plan) -> None:
@@ -216,15 +225,6 @@ def _live(role: str, spec: dict, descriptor: int, plan: isolation.Plan) -> None:
     except Exception:
         reply = {"error": traceback.format_exc()[-4000:]}
     protocol.send(channel, reply)
-
-
-def _data_bytes() -> int:
-    """Private writable memory of this process, in bytes, which is what RLIMIT_DATA bounds."""
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status names no VmData")
 
 
 def _own_children() -> list[int]:

@@ -37,11 +37,21 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from sage_jax.errors import ConfigError
+from sage_jax.world.watch import limited_memory
+
 LAYERS = ("session", "descriptors", "environment", "limits", "uid", "privileges", "landlock", "seccomp")
+SWITCHABLE = ("limits", "uid", "privileges", "landlock", "seccomp")  # the others cannot be done without
+VARIABLES = (  # of the environment, all that a fork server is given
+    "PATH", "HOME", "TMPDIR", "IPYTHONDIR", "LANG", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "APPWORLD_ROOT", "APPWORLD_CACHE", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS",
+)  # fmt: skip
+CPU_S = 7200  # processor seconds of a process, over all steps
 REQUIRED = "landlock"  # the file-system layer: without it a world can read the ground truth
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 22, 38
+PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 8, 22, 38
+_PR_GET_DUMPABLE, _PR_GET_NO_NEW_PRIVS = 3, 39
 
 
 class IsolationError(OSError):
@@ -83,6 +93,16 @@ def describe(layers: Mapping[str, Layer]) -> str:
     return f"{warning}isolation of worlds: {on or 'none'}" + (f"; {off}" if off else "")
 
 
+def refuse_unisolated(layers: Mapping[str, Layer], where: str, allowed: bool) -> None:
+    """Raises ConfigError where the required layer is off and that is not allowed. `where`: e.g. "this machine"."""
+    layer = layers.get(REQUIRED, Layer(False, "it is not named"))
+    if not layer.on and not allowed:
+        raise ConfigError(
+            f"{where} has no {REQUIRED} ({layer.reason}), so model-written code could read every file of its user, the ground truth "
+            "included. Use Linux 5.13 or newer, or accept that with world.allow_unisolated=True; it is named in every report"
+        )
+
+
 def readable_paths(project: Path) -> tuple[str, ...]:
     """The interpreter, its library and the installed packages, without `project` (our own sources, from which a mini world's
     solutions could be made again), and what the C library reads."""
@@ -93,7 +113,7 @@ def readable_paths(project: Path) -> tuple[str, ...]:
     paths += [str(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix) if (Path(p) / "pyvenv.cfg").exists() for p in (f"{p}/pyvenv.cfg",)]
     paths += [str(Path(sys.executable).resolve())]
     paths += [p for p in ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache", "/etc/mime.types") if os.path.exists(p)]
-    paths += [p for p in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random") if os.path.exists(p)]
+    paths += [p for p in ("/dev/null", "/dev/urandom", "/dev/random") if os.path.exists(p)]
     return tuple(dict.fromkeys(paths))
 
 
@@ -127,7 +147,7 @@ def take_on(plan: Plan, parent: int, keep: Iterable[int]) -> None:
         _limits(plan)
     if "uid" not in off and plan.uid is not None:
         _change_user(plan.uid, plan.keep_read_search and "landlock" not in off)
-    _prctl("privileges", _PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
+    _prctl("privileges", PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
     if os.getppid() != parent:
         os._exit(1)
     if "privileges" not in off:
@@ -143,7 +163,7 @@ def take_on(plan: Plan, parent: int, keep: Iterable[int]) -> None:
 def narrow(parent: int) -> None:
     """In a copy of a process that has taken on its layers: a session of its own, dies with the original, sends signals to nobody."""
     os.setsid()
-    _prctl("privileges", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl("privileges", PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     with contextlib.suppress(IsolationError):  # where seccomp is off
@@ -172,32 +192,25 @@ def _close_others(keep: set[int]) -> None:
 
 
 def _limits(plan: Plan) -> None:
-    data, size = _memory()
+    data, size = limited_memory()
     wanted = {
         resource.RLIMIT_DATA: data + plan.memory_bytes,
         resource.RLIMIT_AS: size + 2 * plan.memory_bytes,
         resource.RLIMIT_FSIZE: plan.file_bytes,
         resource.RLIMIT_NOFILE: plan.open_files,
-        resource.RLIMIT_NPROC: plan.processes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
+    if "uid" not in plan.off and plan.uid is not None:  # it counts all processes of a user
+        wanted[resource.RLIMIT_NPROC] = plan.processes
     for kind, value in wanted.items():
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-
-
-def _memory() -> tuple[int, int]:
-    """(private writable memory, address space) of this process, in bytes: what RLIMIT_DATA and RLIMIT_AS bound."""
-    found = {}
-    with open("/proc/self/status") as status:
-        for line in status:
-            name, _, rest = line.partition(":")
-            if name in ("VmData", "VmSize"):
-                found[name] = int(rest.split()[0]) * 1024
-    return found["VmData"], found["VmSize"]
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard == resource.RLIM_INFINITY or hard > CPU_S + 60:  # SIGXCPU first, and SIGKILL for code that ignores it
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 60))
 
 
 _CAP_DAC_READ_SEARCH = 2
@@ -299,7 +312,7 @@ _CALLS: dict[str, tuple[int | None, int | None]] = {
     "sethostname": (170, 161), "setdomainname": (171, 162), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116),
     "personality": (135, 92), "fanotify_init": (300, 262), "execve": (59, 221), "execveat": (322, 281), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "prlimit64": (302, 261),
+    "memfd_secret": (447, 447), "prlimit64": (302, 261), "setrlimit": (160, 164), "timer_create": (222, 107),
 }  # fmt: skip
 _ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55),
@@ -308,9 +321,13 @@ _ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {
     "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
 _KILL, _TGKILL, _CLONE, _CLONE3 = (62, 129), (234, 131), (56, 220), (435, 435)
+_FCNTL, _IOCTL, _MMAP = (72, 25), (16, 29), (9, 222)
+_SEND_SIGNALS = ((_FCNTL, (8, 15, 10)), (_IOCTL, (0x8901, 0x8902)))  # F_SETOWN, F_SETOWN_EX, F_SETSIG; FIOSETOWN, SIOCSPGRP
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW* of clone(2)
-_LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+_REFUSED_CLONES = 0x7E028080  # CLONE_NEW* and CLONE_PARENT of clone(2)
+_EXIT_SIGNAL = 0xFF  # bits of clone's flags: what the parent is sent at the end; SIGCHLD, or nothing for a thread
+_SHARED_MEMORY = 0x21  # MAP_SHARED | MAP_ANONYMOUS: memory that outlives its pages in the process, where it cannot be counted
+_LOAD, _AND, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets; arguments are 8 bytes each, low word first
@@ -351,10 +368,24 @@ def seccomp_program(pid: int, *, guard_attributes: bool, machine: str) -> bytes:
             (_RETURN, 0, 0, _ALLOW),
             (_RETURN, 0, 0, deny),
         ]
+    for call, commands in _SEND_SIGNALS:  # the kernel would send signals for them, SIGKILL too
+        code += [(_JUMP_EQUAL, 0, 2 * len(commands) + 2, call[column]), (_LOAD, 0, 0, _ARGUMENT + 8)]
+        for command in commands:
+            code += [(_JUMP_EQUAL, 0, 1, command), (_RETURN, 0, 0, deny)]
+        code += [(_RETURN, 0, 0, _ALLOW)]
     code += [
-        (_JUMP_EQUAL, 0, 3, _CLONE[column]),
+        (_JUMP_EQUAL, 0, 5, _MMAP[column]),
+        (_LOAD, 0, 0, _ARGUMENT + 8 * 3),
+        (_AND, 0, 0, _SHARED_MEMORY),
+        (_JUMP_EQUAL, 0, 1, _SHARED_MEMORY),
+        (_RETURN, 0, 0, deny),
+        (_RETURN, 0, 0, _ALLOW),
+        (_JUMP_EQUAL, 0, 6, _CLONE[column]),
         (_LOAD, 0, 0, _ARGUMENT),
-        (_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES),
+        (_JUMP_ANY_BIT, 3, 0, _REFUSED_CLONES),
+        (_AND, 0, 0, _EXIT_SIGNAL),
+        (_JUMP_EQUAL, 2, 0, 0),
+        (_JUMP_EQUAL, 1, 0, signal.SIGCHLD),
         (_RETURN, 0, 0, deny),
         (_RETURN, 0, 0, _ALLOW),
     ]
@@ -376,23 +407,19 @@ def _seccomp(*, guard_attributes: bool) -> None:
 # Finding out what this machine can do.
 
 
-def survey(plan: Plan, forced_off: Iterable[str] = ()) -> dict[str, Layer]:
+def survey(plan: Plan, without: Mapping[str, str]) -> dict[str, Layer]:
     """Tries every layer in a child of this process and says which are on, each shown by its effect.
 
     Args:
-      plan: what a child would take on; `off` and `uid` are decided here.
-      forced_off: layers to be taken as not there (tests).
+      plan: what a child would take on; `off` is decided here.
+      without: layers that are not to be tried, of `SWITCHABLE`, each with the reason.
     """
-    forced = set(forced_off)
-    found = {name: Layer(True) for name in LAYERS}
-    for name in forced:
-        found[name] = Layer(False, "switched off")
-    if os.geteuid() != 0:
-        found["uid"] = Layer(False, "needs root; files and processes of this user are guarded by landlock and seccomp alone")
-    for name in ("uid", "landlock", "seccomp"):
+    found = {name: Layer(False, without[name]) if name in without else Layer(True) for name in LAYERS}
+    for name in LAYERS:
         if found[name].on:
-            others = tuple(x for x in LAYERS if x != name and x not in ("session", "descriptors", "limits", "privileges"))
-            reason = _in_child(dataclasses.replace(plan, off=others), _EFFECTS[name])
+            # Alone, but for those that hold without being asked: a layer must not be shown by another one's effect.
+            off = tuple(other for other in SWITCHABLE if other != name)
+            reason = _in_child(dataclasses.replace(plan, off=off), _EFFECTS[name])
             if reason:
                 found[name] = Layer(False, reason)
     return found
@@ -422,6 +449,36 @@ def _in_child(plan: Plan, effect) -> str:
     return text.decode(errors="replace")
 
 
+def _session_effect(plan: Plan) -> str:
+    return "" if os.getsid(0) == os.getpgid(0) == os.getpid() else "it is in its parent's session"
+
+
+def _descriptors_effect(plan: Plan) -> str:
+    left = [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}") and os.readlink(f"/proc/self/fd/{n}") != os.devnull]
+    return "" if len(left) == 1 else f"{len(left)} descriptors are open, not one"
+
+
+def _environment_effect(plan: Plan) -> str:
+    more = sorted(set(os.environ) - set(VARIABLES))
+    return f"variables that nobody gave: {', '.join(more)}" if more else ""
+
+
+def _limits_effect(plan: Plan) -> str:
+    for name, most in (("RLIMIT_NOFILE", plan.open_files), ("RLIMIT_FSIZE", plan.file_bytes), ("RLIMIT_CPU", CPU_S), ("RLIMIT_CORE", 0)):
+        if not 0 <= resource.getrlimit(getattr(resource, name))[0] <= most:
+            return f"{name} is not bounded"
+    with contextlib.suppress(MemoryError):
+        bytearray(2 * plan.memory_bytes)
+        return "memory is not bounded"
+    return ""
+
+
+def _privileges_effect(plan: Plan) -> str:
+    if _libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0):
+        return "it can be traced"
+    return "" if _libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1 else "it can gain privileges"
+
+
 def _uid_effect(plan: Plan) -> str:
     return "" if os.getuid() == plan.uid else f"still user {os.getuid()}"
 
@@ -448,7 +505,10 @@ def _seccomp_effect(plan: Plan) -> str:
     return "a socket can still be made"
 
 
-_EFFECTS = {"uid": _uid_effect, "landlock": _landlock_effect, "seccomp": _seccomp_effect}
+_EFFECTS = {
+    "session": _session_effect, "descriptors": _descriptors_effect, "environment": _environment_effect, "limits": _limits_effect, "privileges": _privileges_effect,
+    "uid": _uid_effect, "landlock": _landlock_effect, "seccomp": _seccomp_effect,
+}  # fmt: skip
 
 
 def can_be_read_by(uid: int, paths: Iterable[str]) -> bool:

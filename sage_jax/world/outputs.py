@@ -17,10 +17,12 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
 from sage_jax.errors import ConfigError, DataRootError
+from sage_jax.world import leftovers
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM_WANTED = 1 << 30  # bytes free before shared memory is used for scratch
@@ -63,7 +65,9 @@ class Outputs:
                 f"{self.data} holds no tasks. Build the mini world, or give the folder in which "
                 "'appworld download data' put its 'data' folder."
             )
-        self.scratch = Path(tempfile.mkdtemp(prefix="sage-worlds-", dir=_scratch_parent()))
+        for parent in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
+            leftovers.remove_stale(parent)
+        self.scratch = Path(tempfile.mkdtemp(prefix=leftovers.scratch_prefix(), dir=_scratch_parent()))
         os.chmod(self.scratch, 0o711)  # other users may pass through to their own folder, and see nothing
         self.view = self.scratch / "view"
         self.home = self.scratch / "home"
@@ -123,7 +127,7 @@ class Outputs:
 
     def give_back(self, place: Place) -> None:
         """Frees the folders; removes those that are not kept. Blocking. Only after the world's processes are gone."""
-        shutil.rmtree(place.agent_folder if place.copy else place.agent, ignore_errors=True)
+        _remove(place.agent_folder if place.copy else place.agent)
         if not place.copy:
             self._slots.discard(place.slot)
         if place.keep:
@@ -133,7 +137,15 @@ class Outputs:
 
     def remove(self) -> None:
         """Removes the scratch folder. Blocking; harmless when done twice."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        _remove(self.scratch)
+
+
+def _remove(folder: Path | str) -> None:
+    """Removes what the agent's code made of a folder; folders may lie deeper than Python's own way goes."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.DEVNULL)
 
 
 def _scratch_parent() -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -27,10 +26,14 @@ from pathlib import Path
 
 from sage_jax.errors import ConfigError, JudgeError, WorkerDied, WorkerTimeout, WorldOpenError
 from sage_jax.world import protocol
-from sage_jax.world.isolation import REQUIRED, Layer
+from sage_jax.world.admission import available_mb, cores, worlds_that_fit
+from sage_jax.world.isolation import SWITCHABLE, Layer, refuse_unisolated
 from sage_jax.world.outputs import Outputs, Place
-from sage_jax.world.server import Child, ChildDied, ChildTimeout, Copy, ForkServer, describe_status
+from sage_jax.world.server import Child, ChildDied, ChildTimeout, Copy, ForkServer
 from sage_jax.world.types import InstallVerdict, Judgement, StepResult
+from sage_jax.world.watch import describe_status
+
+_MEMORY_PATIENCE = 10  # times `open_s` that an opening waits for memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,8 @@ class WorldPool:
     ):
         if max_open < 0:
             raise ConfigError(f"max_open={max_open} must not be negative; 0 chooses by cores and memory")
+        if unknown := set(layers_off) - set(SWITCHABLE):
+            raise ConfigError(f"layers_off: {', '.join(sorted(unknown))} cannot be switched off; {', '.join(SWITCHABLE)} can")
         max_open = max_open or worlds_that_fit()
         self.limits = limits
         self.max_open = max_open
@@ -85,7 +90,7 @@ class WorldPool:
         self._worlds: set[PoolWorld] = set()
         self._slots = asyncio.Semaphore(max_open)
         self._copy_slots = asyncio.Semaphore(max_copies or max_open)
-        self._judges = asyncio.Semaphore(max(1, min(max_open, os.cpu_count() or 1)))
+        self._judges = asyncio.Semaphore(max(1, min(max_open, cores())))
         self._restarting = asyncio.Lock()
         self._admission = asyncio.Lock()
         self._closed = False
@@ -124,13 +129,8 @@ class WorldPool:
             raise RuntimeError("the pool was started before")
         self._outputs = Outputs(self._root, self._kept)
         try:
-            server = await self._live_server()
-            layer = server.layers[REQUIRED]
-            if not layer.on and not self._allow_unisolated:
-                raise ConfigError(
-                    f"this machine has no {REQUIRED} ({layer.reason}), so model-written code could read every file of this user, the ground truth "
-                    "included. Use Linux 5.13 or newer, or accept that with world.allow_unisolated=True; it is named in every report"
-                )
+            await self._live_server()
+            refuse_unisolated(self.layers, "this machine", self._allow_unisolated)
         except BaseException:
             await self.close()
             raise
@@ -139,7 +139,8 @@ class WorldPool:
         """Ends every world and the server, removes temporary files. Harmless when done twice."""
         self._closed = True
         await asyncio.gather(*(world.close() for world in list(self._worlds)))
-        servers, self._server, self._retired = [*self._retired, self._server], None, []
+        async with self._restarting:  # whoever is starting one is waited for, and nobody starts another
+            servers, self._server, self._retired = [*self._retired, self._server], None, []
         for server in servers:
             if server is not None:
                 await server.close(self.limits.close_s)
@@ -179,7 +180,13 @@ class WorldPool:
 
     async def _memory(self) -> None:
         async with self._admission:  # in order, and each sees what the one before it took
-            while self._worlds and not self._closed and available_mb() < self.limits.free_mb:
+            deadline = time.monotonic() + _MEMORY_PATIENCE * self.limits.open_s
+            while self._worlds and not self._closed and (free := available_mb()) < self.limits.free_mb:
+                if time.monotonic() > deadline:
+                    raise WorldOpenError(
+                        f"only {free} MiB of memory were available for {_MEMORY_PATIENCE * self.limits.open_s:g} s, and a world is opened with "
+                        f"{self.limits.free_mb} MiB; {len(self._worlds)} are open: lower max_open or give the machine more memory"
+                    )
                 await asyncio.sleep(0.1)
 
     async def _open_child(self, place: Place) -> Child:
@@ -211,6 +218,8 @@ class WorldPool:
 
     async def _live_server(self) -> ForkServer:
         async with self._restarting:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
             for old in [s for s in self._retired if s.idle]:
                 self._retired.remove(old)
                 await old.close(self.limits.close_s)
@@ -259,20 +268,6 @@ def _write(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     temporary.replace(path)
-
-
-def available_mb() -> int:
-    """Memory that this machine can still give, in MiB."""
-    with open("/proc/meminfo") as info:
-        for line in info:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) // 1024
-    raise RuntimeError("/proc/meminfo names no MemAvailable")
-
-
-def worlds_that_fit() -> int:
-    """Worlds for this machine: 16 a core, and at most one for each 128 MiB of half of the memory that is available."""
-    return max(1, min(16 * (os.cpu_count() or 1), available_mb() // 2 // 128))
 
 
 class PoolWorld:
@@ -359,6 +354,7 @@ class PoolWorld:
 
         Raises:
           WorkerDied, WorkerTimeout: this world is lost.
+          WorldOpenError: it could not be copied, and lives on.
         """
         self._check_open("execute")
         pool = self._pool
@@ -371,18 +367,23 @@ class PoolWorld:
             with theirs:
                 reply = await self._call("fork", pool.limits.open_s, _descriptor=theirs.fileno(), spec=spec, grace=pool.limits.grace_s)
             if "ended" in reply:
+                self._lost = True
                 raise WorkerDied(f"fork of the world of task {self.task_id}: {reply['ended']}")
+            if "refused" in reply:
+                raise WorldOpenError(f"fork of the world of task {self.task_id}: {reply['refused']}")
             copy = Copy(reply["pid"], self._child.frame_bytes)
             await copy.connect(ours)
-            await copy.call(None, pool.limits.open_s)
+            started = await copy.call(None, pool.limits.open_s)
+            if "error" in started:
+                raise WorldOpenError(f"fork of the world of task {self.task_id}: {started['error']}")
         except BaseException as error:
             if copy is not None:
                 await copy.end(pool.limits.close_s)
             ours.close()
             pool._copy_slots.release()
             await asyncio.to_thread(pool._outputs.give_back, place)
-            if isinstance(error, ChildDied | ChildTimeout):
-                raise WorkerDied(f"fork of the world of task {self.task_id}: {error}") from error
+            if isinstance(error, ChildDied | ChildTimeout):  # of the copy alone
+                raise WorldOpenError(f"fork of the world of task {self.task_id}: {error}") from error
             raise
         world = PoolWorld(pool, place, copy, self)
         self._copies.add(world)

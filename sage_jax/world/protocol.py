@@ -25,11 +25,12 @@ def encode(message: dict) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _decode(body: bytes) -> dict:
+def decode(body: bytes) -> dict:
+    """The object in the body of a frame; raises FrameError."""
     try:
         message = json.loads(body)
-    except ValueError as error:
-        raise FrameError(f"a frame of {len(body)} bytes is not JSON: {error}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise FrameError(f"a frame of {len(body)} bytes cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(message, dict):
         raise FrameError(f"a frame holds a {type(message).__name__}, not an object")
     return message
@@ -48,7 +49,7 @@ def receive(channel: socket.socket) -> dict | None:
     body = _read_exactly(channel, _LENGTH.unpack(head)[0])
     if body is None:
         raise FrameError("the channel closed inside a frame")
-    return _decode(body)
+    return decode(body)
 
 
 def _read_exactly(channel: socket.socket, size: int) -> bytes | None:
@@ -85,7 +86,7 @@ class Frames:
                 raise FrameError(f"a frame of {size} bytes was announced, at most {self._max_bytes} are taken")
             if len(self._held) < _LENGTH.size + size:
                 break
-            frames.append(_decode(bytes(self._held[_LENGTH.size : _LENGTH.size + size])))
+            frames.append(decode(bytes(self._held[_LENGTH.size : _LENGTH.size + size])))
             del self._held[: _LENGTH.size + size]
         return frames
 
@@ -100,4 +101,4 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> dict:
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > max_bytes:
         raise FrameError(f"a frame of {size} bytes was announced, at most {max_bytes} are taken")
-    return _decode(await reader.readexactly(size))
+    return decode(await reader.readexactly(size))

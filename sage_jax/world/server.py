@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_jax.errors import WorldOpenError
-from sage_jax.world import protocol
+from sage_jax.world import leftovers, protocol
 from sage_jax.world.isolation import Layer
 from sage_jax.world.outputs import Outputs
+from sage_jax.world.watch import describe_status
 
 _MESSAGE_BYTES = 1 << 18
 _LATE_S = 0.05  # how long the loop gets to take in what arrived before a limit
+_DEATH_S = 10.0  # how long a server may take to report the end of a child whose channel has closed
 _LAST_WORDS_S = 0.5  # how long a reply that a dead child had already sent may take to arrive
 
 
@@ -36,15 +38,6 @@ class ChildDied(Exception):
 
 class ChildTimeout(Exception):
     """No reply within the limit."""
-
-
-def describe_status(status: int | None) -> str:
-    """How a process ended, in words."""
-    if status is None:
-        return "the fork server ended"
-    if os.WIFSIGNALED(status):
-        return f"ended by signal {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with code {os.WEXITSTATUS(status)}"
 
 
 class Child:
@@ -92,7 +85,11 @@ class Child:
                 except (asyncio.IncompleteReadError, ConnectionError):
                     # The channel closed: the process is ending, or its code closed the descriptor.
                     self.kill()
-            raise ChildDied(await self.ended)
+            if not self.ended.done():
+                await asyncio.wait({self.ended}, timeout=_DEATH_S)
+            if not self.ended.done():
+                self._abandon()
+            raise ChildDied(self.ended.result())
         except asyncio.CancelledError:
             self.kill()
             raise
@@ -104,13 +101,16 @@ class Child:
         if not self.ended.done():
             self._server.tell(op="kill", id=self.id)
 
+    def _abandon(self) -> None:
+        self._server.abandon()  # it hangs; that ends this child too
+
     async def end(self, seconds: float) -> None:
         """Kills the process and waits until it is reaped; a server that does not manage that is ended too."""
         self.kill()
         if not self.ended.done():
             await asyncio.wait({self.ended}, timeout=seconds)
         if not self.ended.done():
-            self._server.abandon()
+            self._abandon()
         if self._writer is not None:
             self._writer.close()
 
@@ -147,6 +147,9 @@ def _runs(pid: int) -> bool:
         return False
 
 
+_serials = itertools.count(1)
+
+
 class ForkServer:
     """One running fork server. It is never restarted: a lost one is replaced by a new object."""
 
@@ -160,6 +163,8 @@ class ForkServer:
         self._control: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
         self._outbox: collections.deque[bytes] = collections.deque()
+        self._name = f"{outputs.scratch.name}.{next(_serials)}."  # in the command line of all its processes
+        self._clearing: asyncio.Future[None] | None = None
         self.lost = False
 
     @property
@@ -189,7 +194,7 @@ class ForkServer:
         self._log = self._outputs.scratch / "server.log"
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sage_jax.world.forkserver", str(theirs.fileno())],
+                [sys.executable, "-m", "sage_jax.world.forkserver", str(theirs.fileno()), self._name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -273,6 +278,8 @@ class ForkServer:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         self._lose()
+        if self._clearing is not None:
+            await self._clearing
 
     def _on_readable(self) -> None:
         while True:
@@ -309,13 +316,19 @@ class ForkServer:
         loop.remove_reader(self._control.fileno())
         loop.remove_writer(self._control.fileno())
         self._control.close()
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.kill()
+            # What agents forked is not killed with it by the kernel.
+            self._clearing = loop.run_in_executor(None, self._clear)
         if not self._ready.done():
             self._ready.set_exception(WorldOpenError(f"the fork server ended while starting{self._last_words()}"))
             self._ready.exception()  # whoever waited may have given up; it is reported by that
         for child in list(self._children.values()):
             self._end(child, None)
+
+    def _clear(self) -> None:
+        self._process.wait()
+        leftovers.end_processes(self._name, self._process.pid)
 
     def _last_words(self) -> str:
         text = self._log.read_text(errors="replace").strip()

@@ -7,19 +7,19 @@ nothing that is scored.
 
 The code lives in the same interpreter as this module, so it can forge what this side says of its own step: the text,
 `failed`, which skills were called. Completion, scores, limits and how the process ended are never taken from here.
-
-Frames to the engine's side: {"api": request} and {"done": reply}; from it: {"op": ...} and responses to requests.
 """
 
 from __future__ import annotations
 
 import ast
 import base64
+import builtins
 import functools
 import inspect
 import linecache
 import os
 import random
+import shutil
 import signal
 import socket
 import tempfile
@@ -30,7 +30,8 @@ import httpx
 from appworld.common.utils import TimeoutError as EngineTimeout
 from IPython.utils.capture import capture_output
 
-from sage_jax.world import isolation, protocol
+from sage_jax.world import isolation
+from sage_jax.world.channel import Channel
 
 _FAILED = "Execution failed. Traceback:\n"  # how the engine begins the observation of a failed step
 _exec = exec  # while agent code runs, the engine may replace builtins
@@ -41,22 +42,31 @@ def run(channel: socket.socket, world: Any, folder: str, output_chars: int) -> N
     """Serves the engine's side until that closes. `world` is an open AppWorld; `folder` is the agent's own."""
     for name in ("APPWORLD_ROOT", "APPWORLD_CACHE", "PYTHONPATH", "IPYTHONDIR"):
         os.environ.pop(name, None)
-    _move(folder)
-    shell = Shell(channel, world, output_chars)
-    protocol.send(channel, {"done": {"ready": True}})
-    _serve(shell)
-
-
-def _move(folder: str) -> None:
-    os.chdir(folder)
-    os.environ.update(HOME=folder, TMPDIR=folder)
-    tempfile.tempdir = None
+    _serve(Shell(Channel(channel), world, folder, output_chars))
 
 
 def _serve(shell: Shell) -> None:
-    while (request := protocol.receive(shell.channel)) is not None:
+    os.chdir(shell.folder)
+    os.environ.update(HOME=shell.folder, TMPDIR=shell.folder)
+    tempfile.tempdir = None
+    shell.channel.done({"ready": True})
+    while (request := shell.channel.operation()) is not None:
         operation = request.pop("op")
-        protocol.send(shell.channel, {"done": getattr(shell, "do_" + operation)(**request)})
+        shell.channel.done(getattr(shell, "do_" + operation)(**request))
+
+
+def _copy_files(source: str, target: str) -> None:
+    """Files, folders and links, as far as this process may read them."""
+    os.mkdir(target, 0o700)
+    with os.scandir(source) as entries:
+        for entry in entries:
+            path = os.path.join(target, entry.name)
+            if entry.is_symlink():
+                os.symlink(os.readlink(entry.path), path)
+            elif entry.is_dir():
+                _copy_files(entry.path, path)
+            elif entry.is_file():
+                shutil.copyfile(entry.path, path)
 
 
 class _Client:
@@ -73,11 +83,9 @@ class _Client:
             "headers": [[k.decode("latin-1"), v.decode("latin-1")] for k, v in request.headers.raw],
             "body": base64.b64encode(request.content).decode("ascii"),
         }
-        channel = self._shell.channel
-        protocol.send(channel, {"api": frame})
-        answer = protocol.receive(channel)
-        if answer is None:
-            os._exit(0)  # the engine's side is gone, and this world with it
+        answer = self._shell.channel.request(frame)
+        if "error" in answer:
+            raise _as_raised(*answer["error"])
         return httpx.Response(answer["status"], headers=answer["headers"], content=base64.b64decode(answer["body"]), request=request)
 
     def get(self, url: str, **arguments: Any) -> httpx.Response:
@@ -96,13 +104,25 @@ class _Client:
         return self.request("DELETE", url, **arguments)
 
 
+def _as_raised(name: str, text: str) -> Exception:
+    """What an app raised on the engine's side, where the stock engine would raise it: inside the call."""
+    kind = getattr(builtins, name, None)
+    try:
+        if issubclass(kind, Exception):
+            return kind(text)
+    except TypeError:  # a type of a library, or one that takes other arguments
+        pass
+    return RuntimeError(f"{name}: {text}")
+
+
 class Shell:
     """Runs blocks of code and installs skills in the world's interactive shell."""
 
-    def __init__(self, channel: socket.socket, world: Any, output_chars: int):
+    def __init__(self, channel: Channel, world: Any, folder: str, output_chars: int):
         # Unseeded draws of the agent's code are a function of the task, not of when the server started.
         random.seed(world.task_id)
         self.channel = channel
+        self.folder = folder
         self.output_chars = output_chars
         self.world = world
         self.namespace = world.shell.user_ns
@@ -127,7 +147,7 @@ class Shell:
         def recorded_run(code: str) -> Any:
             self.recording = True
             try:
-                with _interrupting(self.seconds, self._on_time):
+                with _interrupting(self, self.seconds):
                     self.outcome = run_cell(code)
             finally:
                 self.recording = False
@@ -138,9 +158,6 @@ class Shell:
         world._save_state = lambda directory: None  # states and logs are the engine's side's
         world.save_logs = lambda: None
         world.requester.client = _Client(self, world.requester.client)
-
-    def _on_time(self) -> None:
-        self.timed_out = True
 
     # Operations; each returns the reply.
 
@@ -159,7 +176,7 @@ class Shell:
         if raised is None and outcome is not None:
             raised = outcome.error_before_exec or outcome.error_in_exec
         never_ran = outcome is None and bool(code.strip())
-        text, dropped = _cut(text, self.output_chars)  # first: of a huge text there is no room for a copy
+        text, dropped = cut(text, self.output_chars)  # first: of a huge text there is no room for a copy
         text = clean(text)
         return {
             "text": text,
@@ -170,20 +187,26 @@ class Shell:
         }
 
     def do_fork(self, folder: str) -> dict[str, Any]:
-        """Makes a copy of this process, which is served on the channel whose descriptor follows the request."""
-        _, (descriptor,), _, _ = socket.recv_fds(self.channel, 1, 1)
+        """Makes a copy of this process, with files of its own in `folder`, which is served on the channel whose descriptor
+        the engine's side sends when this one is ready."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for copies here
         me = os.getpid()
-        pid = os.fork()
+        try:
+            pid, channel = self.channel.fork()
+        except OSError as error:
+            return {"refused": str(error)}
         if pid:
-            os.close(descriptor)
             return {"pid": pid}
         try:
             isolation.narrow(me)
-            self.channel.close()
-            self.channel = socket.socket(fileno=descriptor)
-            _move(folder)
-            _serve(self)
+            self.channel = Channel(channel)
+            try:
+                _copy_files(self.folder, folder)
+            except (OSError, RecursionError) as error:
+                self.channel.done({"refused": f"its files could not be copied: {error}"})
+            else:
+                self.folder = folder
+                _serve(self)
         finally:
             os._exit(0)
 
@@ -237,7 +260,7 @@ class Shell:
         world.safety_guard.enable()
         try:
             with capture_output(stdout=True, stderr=True, display=True):
-                with _interrupting(seconds, self._on_time):
+                with _interrupting(self, seconds):
                     _exec(compile(code, file, "exec", dont_inherit=True), private)
         except BaseException as raised:
             error = raised
@@ -305,13 +328,13 @@ class _interrupting:
     The timer of the kernel runs on although the clocks that Python reads stand still.
     """
 
-    def __init__(self, seconds: float, on_time: Callable[[], None]):
-        self.seconds, self.on_time = seconds, on_time
+    def __init__(self, shell: Shell, seconds: float):
+        self.shell, self.seconds = shell, seconds
 
     def __enter__(self) -> None:
         def interrupt(number: int, frame: Any) -> None:
-            self.on_time()
-            raise EngineTimeout(f"Function run_cell execution timed out after {self.seconds:g} seconds.")
+            self.shell.timed_out = True
+            self.shell.channel.interrupt(EngineTimeout(f"Function run_cell execution timed out after {self.seconds:g} seconds."))
 
         signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, self.seconds, _AGAIN)
@@ -327,7 +350,7 @@ def clean(text: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _cut(text: str, limit: int) -> tuple[str, int]:
+def cut(text: str, limit: int) -> tuple[str, int]:
     """Head and tail of a text that is longer than `limit` characters, and how many are missing between them."""
     if len(text) <= limit:
         return text, 0

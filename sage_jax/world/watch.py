@@ -1,29 +1,57 @@
-"""What processes hold, read from /proc and from their folder. No engine, no state."""
+"""What processes hold, read from /proc and from their folder, and how they ended. No engine, no state."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import signal
+import stat
 
 
 def parent_of(pid: int) -> int:
     """Process id of the parent; raises OSError if the process is gone."""
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rsplit(")", 1)[1].split()[1])
+    with open(f"/proc/{pid}/stat") as line:
+        return int(line.read().rsplit(")", 1)[1].split()[1])
+
+
+def describe_status(status: int | None) -> str:
+    """How a process ended, in words; `status` as `waitpid` gives it, None where the fork server ended with it."""
+    if status is None:
+        return "the fork server ended"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        known = number in {*signal.Signals}
+        return f"ended by signal {signal.Signals(number).name if known else number}"  # most real-time signals have no name
+    return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+def memory(pid: int) -> int:
+    """Bytes of anonymous and shared memory that a process holds; 0 if it is gone."""
+    fields = _status(pid)
+    return fields.get("RssAnon", 0) + fields.get("RssShmem", 0)
+
+
+def limited_memory() -> tuple[int, int]:
+    """(private writable memory, address space) of this process, in bytes: what RLIMIT_DATA and RLIMIT_AS bound."""
+    fields = _status(os.getpid())
+    return fields["VmData"], fields["VmSize"]
+
+
+def _status(pid: int) -> dict[str, int]:
+    """The fields of /proc/PID/status that are sizes, in bytes."""
+    fields = {}
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.endswith(" kB\n"):
+                name, _, size = line.partition(":")
+                fields[name] = int(size.split()[0]) * 1024
+    return fields
 
 
 def tree_memory(pid: int, each: int = 0) -> int:
-    """Bytes of anonymous memory that a process and its descendants hold, beyond `each` bytes that every one of them inherited."""
-    total = 0
-    for one in descendants(pid):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{one}/statm") as statm:
-                _, resident, shared, *_ = map(int, statm.read().split())
-            total += max(0, (resident - shared) * _PAGE - each)
-    return total
-
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+    """`memory` of a process and its descendants, beyond `each` bytes that every one of them inherited."""
+    return sum(max(0, memory(one) - each) for one in descendants(pid))
 
 
 def descendants(pid: int) -> list[int]:
@@ -40,13 +68,30 @@ def descendants(pid: int) -> list[int]:
 
 
 def folder_bytes(folder: str) -> int:
-    """Bytes of the files below a folder, as the disk counts them."""
+    """Bytes of the files below a folder, as the disk counts them; without end where one cannot be listed."""
     total, open_ones = 0, [folder]
     while open_ones:
-        with contextlib.suppress(OSError), os.scandir(open_ones.pop()) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        open_ones.append(entry.path)
+        try:
+            with os.scandir(open_ones.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            open_ones.append(entry.path)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+                return 1 << 62
     return total
+
+
+def deleted_bytes(pid: int) -> int:
+    """Bytes of files that a process and its descendants hold open and that have no name any more, as far as this user may look."""
+    held = {}
+    for one in descendants(pid):
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{one}/fd"):
+                with contextlib.suppress(OSError):
+                    found = os.stat(f"/proc/{one}/fd/{number}")
+                    if not found.st_nlink and stat.S_ISREG(found.st_mode):
+                        held[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(held.values())

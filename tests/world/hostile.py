@@ -12,9 +12,18 @@ import dataclasses
 _P = "posix = __import__('posix')\n"
 _IO = "io = __import__('io')\n"
 _C = "ctypes = __import__('ctypes')\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+_CALLS = _C + (  # raw system calls of this architecture, by name
+    "machine = __import__('posix').uname().machine\n"
+    "def call(x86, arm, *a):\n    n = libc.syscall(x86 if machine == 'x86_64' else arm, *a)\n    print(n, ctypes.get_errno() if n < 0 else '')\n"
+)
+_FORGE = "m = __import__('sys').modules['sage_jax.world.shell']\nreply = {'text': 'solved', 'dropped': 0, 'failed': False, 'limit': None, 'skill_calls': []}\n"
 _SYS = "sys = __import__('sys')\n"
 _READ = (
-    "glob = __import__('glob')\nfound = []\n"
+    "posix = __import__('posix')\nfound = []\n"
+    "def ls(path):\n"  # not glob, whose functions the engine takes away
+    "    try:\n"
+    "        return [f'{path}/{name}' for name in posix.listdir(path)]\n"
+    "    except OSError as e:\n        found.append(type(e).__name__)\n        return []\n"
     "def read(path):\n"
     "    try:\n"
     "        with __import__('io').FileIO(path) as f: found.append(f.read(4000))\n"
@@ -38,6 +47,7 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
       view, data: the engine root that worlds see, and the data folder behind it. task: the id. trainer, server: process ids.
     """
     truth = f"{data}/tasks/{task}/ground_truth"
+    agents = view.removesuffix("/view") + "/agents"
     made = [
         # Loops and other ways of not coming back.
         Program("loop", "while True: pass", "failed", "time"),
@@ -63,6 +73,11 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         Program("kill itself", _P + "posix.kill(posix.getpid(), 9)", "failed", "", "Operation not permitted"),
         Program("term itself", _P + "posix.kill(posix.getpid(), 15)", "lost", "signal", "SIGTERM"),
         Program("stop itself", _P + "posix.kill(posix.getpid(), 19)", "failed", "", "Operation not permitted"),
+        Program("real-time signal", _P + "posix.kill(posix.getpid(), 40)", "lost", "signal", "signal 40"),
+        Program("kill by the processor limit", _CALLS + "call(160, 164, 0, (ctypes.c_ulong * 2)(1, 1))\n", "fine", "", "^-1 1\n"),
+        Program("kill by a timer", _CALLS + "event = ctypes.create_string_buffer((9).to_bytes(4, 'little').rjust(12, b'\\0'), 64)\ncall(222, 107, 1, event, ctypes.create_string_buffer(8))", "fine", "", "^-1 1\n"),
+        Program("kill by a descriptor's owner", _CALLS + _P + "r, w = posix.pipe()\nfor command in (10, 8, 15): call(72, 25, r, command, 9)\nfor command in (0x8901, 0x8902): call(16, 29, r, command, ctypes.byref(ctypes.c_int(1)))", "fine", "", "^(-1 1\n){5}$"),
+        Program("kill by a child's end", _CALLS + "call(56, 220, 9, 0, 0, 0, 0)\ncall(56, 220, 0x8000 | 17, 0, 0, 0, 0)", "fine", "", "^(-1 1\n){2}$"),
         Program("null pointer", _C + "ctypes.string_at(0)", "any"),
         Program("SystemExit", "raise SystemExit(0)", "failed"),
         Program("KeyboardInterrupt", "raise KeyboardInterrupt", "failed"),
@@ -85,12 +100,16 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         # Memory, disk, processes, output.
         Program("memory bomb", "x = 'a' * 10**10", "failed", "memory", "MemoryError"),
         Program("slow memory bomb", "x = []\nwhile True: x.append('a' * 10**6 + str(len(x)))", "any", ("memory", "")),
-        Program("shared memory bomb", "m = __import__('mmap')\nx = m.mmap(-1, 2 * 10**9)\nfor i in range(0, 2 * 10**9, 4096): x[i] = 1", "any"),
+        Program("shared memory bomb", "m = __import__('mmap')\nx = m.mmap(-1, 2 * 10**9)\nfor i in range(0, 2 * 10**9, 4096): x[i] = 1", "failed", "", "Operation not permitted"),
+        Program("shared zeros", "m = __import__('mmap')\nf = __import__('io').FileIO('/dev/zero', 'r+')\nx = m.mmap(f.fileno(), 2 * 10**9)", "failed", "", "Permission denied"),
         Program("bomb of children's memory", _P + "for _ in range(8):\n    if posix.fork() == 0:\n        x = bytearray(200 * 10**6)\n        while True: pass\nwhile True: pass", "lost", ("memory", "time")),
         Program("memfd", _P + "posix.memfd_create('x', 0)", "failed", "", "Operation not permitted"),
         Program("System V memory", _C + "print(libc.shmget(0, 4096, 0o1600))", "fine", "", "-1"),
         Program("fork bomb", _P + "while True:\n    try: posix.fork()\n    except BaseException: pass", "lost", ("time", "memory")),
         Program("disk bomb", _IO + "n = 0\nwhile True:\n    n += 1\n    with io.FileIO(f'f{n}', 'w') as f: f.write(b'a' * 10**7)", "any", ("disk", "")),
+        Program("disk bomb beside its folder", _IO + "n = 0\nwhile True:\n    n += 1\n    with io.FileIO(f'../f{n}', 'w') as f: f.write(b'a' * 10**7)", "lost", "disk"),
+        Program("disk bomb without names", _IO + _P + "held = []\nwhile True:\n    f = io.FileIO('f', 'w')\n    posix.unlink('f')\n    f.write(b'a' * 10**7)\n    held.append(f)", "lost", "disk"),
+        Program("deep folders", _P + "for n in range(3000):\n    posix.mkdir('d' * 20)\n    posix.chdir('d' * 20)\nwhile True: pass", "lost", "disk"),
         Program("one huge file", _IO + "with io.FileIO('f', 'w') as f:\n    while True: f.write(b'a' * 10**7)", "any"),
         Program("many small files", _IO + "for n in range(2000): io.FileIO(f'f{n}', 'w').close()", "any"),
         Program("open descriptors", _IO + "x = [io.FileIO('/dev/null') for _ in range(10**4)]", "failed", "", "Too many open files"),
@@ -110,18 +129,18 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         Program("patched signal", "s = __import__('signal')\ns.setitimer = lambda *a: None\ns.signal = lambda *a: None", "any"),
         Program("patched exit", _P + "posix._exit = lambda n: None", "fine"),
         Program("profiler", _SYS + "sys.setprofile(lambda *a: None)\nsys.settrace(lambda *a: None)", "any"),
-        Program("collector", "gc = __import__('gc')\ngc.unfreeze()\nprint(gc.collect() >= 0)", "fine", "", "True"),
-        Program("all objects", "gc = __import__('gc')\ntext = ' '.join(str(o)[:200] for o in gc.get_objects() if type(o) in (dict, list, tuple))\nprint('ground_truth_answer' in text, 'private_data.json' in text)", "any"),
+        Program("collector", "gc = __import__('gc')\ngc.unfreeze()\nprint(gc.collect() >= 0)", "any", ("time", "")),
+        Program("all objects", "gc = __import__('gc')\nfound = [str(o)[:3000] for o in gc.get_objects() if type(o) in (dict, list, tuple)]\nprint([s for s in found if 'canary' in s or 'ground_truth' in s])", "any"),
         Program("frames of the engine", _SYS + "f = sys._getframe()\nwhile f.f_back: f = f.f_back\nprint(sorted(f.f_globals)[:5])", "any"),
         Program("own channel", _SYS + "from_ = [m for n, m in sys.modules.items() if n.endswith('world.shell')]\nprint(len(from_))", "any"),
         # Ground truth, secrets, other worlds.
         Program("answer by its path", _READ + f"read('{truth}/answer.json')\nprint(found)", "any", "", "PermissionError"),
         Program("answer through the view", _READ + f"read('{view}/data/tasks/{task}/ground_truth/evaluation.py')\nprint(found)", "any", "", "PermissionError"),
         Program("answer by pathlib", f"from pathlib import Path\nprint(Path('{truth}/answer.json').read_text())", "failed", "", "Permission denied"),
-        Program("answer by a link", _P + f"posix.symlink('{truth}', 'x')\n" + _READ + "read('x/answer.json')\nprint(found)", "any"),
+        Program("answer by a link", _P + f"posix.symlink('{truth}', 'x')\n" + _READ + "read('x/answer.json')\nread('x/canary.txt')\nprint(found)", "fine", "", "^..PermissionError., .PermissionError."),
         Program("answer by a hard link", _P + f"posix.link('{truth}/answer.json', 'x')", "failed"),
         Program("answer by a rename", _P + f"posix.rename('{truth}', 'x')", "failed"),
-        Program("answer by walking", _READ + f"for p in glob.glob('{data}/**/*.json', recursive=True): read(p)\nprint(len(found), found[:3])", "any"),
+        Program("answer by walking", _READ + f"for p in ls('{data}') + ls('{data}/tasks') + ls('{truth}') + ['{data}/version.txt', '{truth}/canary.txt', '{truth}/private_data.json']: read(p)\nprint(set(map(str, found)))", "fine", "", r"^\{'PermissionError'\}"),
         Program("answer by the engine", f"m = __import__('importlib').import_module('appworld.task')\nprint(m.Task.load('{task}', load_ground_truth=True).ground_truth)", "failed"),
         Program("answer by our generator", "m = __import__('importlib').import_module('sage_jax.world.miniworld.generate')\nprint(m)", "failed"),
         Program("our sources", _READ + "for p in __import__('sys').path: read(p + '/sage_jax/world/miniworld/generate.py')\nprint(found)", "any"),
@@ -130,12 +149,12 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         Program("root of another process", _READ + f"read('/proc/{trainer}/root{truth}/answer.json')\nprint(found)", "any", "", "PermissionError"),
         Program("environment", "os = __import__('os')\nprint(dict(os.environ))", "any"),
         Program("password file", _READ + "read('/etc/shadow')\nread('/etc/passwd')\nread('/etc/gshadow')\nprint(found)", "any", "", "PermissionError"),
-        Program("other worlds' folders", _READ + "for p in glob.glob('../../*') + glob.glob('/dev/shm/*/*'): read(p)\nprint(found)", "any"),
+        Program("other worlds' folders", _READ + f"for p in [q for p in ls('{agents}') for q in ls(p + '/0')] + [q for p in ls('/dev/shm') for q in ls(p)] + ls('../..') + ls('/proc'): read(p)\nprint(set(map(str, found)))", "fine", "", r"^\{'PermissionError'\}"),
         Program("write beside its folder", _P + "posix.mkdir('../../mine')", "failed"),
-        Program("write the judge's inputs", _IO + f"for p in __import__('glob').glob('{view}/experiments/outputs/*/tasks/*/dbs/*'): io.FileIO(p, 'w')\nio.FileIO('{view}/experiments/outputs/x', 'w')", "failed"),
+        Program("write the judge's inputs", _READ + f"for p in ls('{view}/experiments/outputs'): read(p)\nprint(found)\n__import__('io').FileIO('{view}/experiments/outputs/x', 'w')", "failed", "", "PermissionError"),
         Program("change the data root", _P + f"posix.chmod('{data}', 0o777)", "failed"),
         Program("touch the data root", _P + f"posix.utime('{data}')", "failed"),
-        Program("become root", _P + "posix.setuid(0)", "any"),
+        Program("become root", _P + "posix.setuid(0)", "failed", "", "not permitted"),
         Program("mount", _C + "print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))", "fine", "", "-1"),
         Program("namespace", _C + "print(libc.unshare(0x10000000))", "fine", "", "-1"),
         Program("run a program", _P + "posix.execv('/bin/sh', ['sh', '-c', 'echo hi'])", "failed"),
@@ -155,7 +174,15 @@ def programs(view: str, data: str, task: str, trainer: int, server: int) -> list
         Program("administration of the bank", "print(requester.post('/admin/credit', data={}))", "any", "", "not found|Not Found|invalid"),
         Program("another host", "print(requester._get('http://example.com/x').status_code)", "any"),
         Program("forged reply", "m = [m for n, m in __import__('sys').modules.items() if n == 'sage_jax.world.shell'][0]\nm.Shell.do_execute = lambda self, **k: {'text': 'solved', 'dropped': 0, 'failed': False, 'limit': None, 'skill_calls': ['x'], 'completed': True}", "any"),
+        Program("forged number", _FORGE + "m.Shell.do_execute = lambda self, **k: {**reply, 'dropped': float('inf')}", "fine"),
+        Program("forged long text", _FORGE + "m.Shell.do_execute = lambda self, **k: {**reply, 'text': 'a' * 2 * 10**7}", "fine"),
+        Program("forged odd text", _FORGE + "m.Shell.do_execute = lambda self, **k: {**reply, 'text': chr(0xD800), 'limit': {}, 'skill_calls': [[], chr(0xD800)]}", "fine"),
+        Program("deep frame", "c = m = None\nshell = requester.client._shell\nx = b'[' * 200000\nshell.channel._socket.sendall(len(x).to_bytes(4, 'big') + x)", "lost", "protocol"),
+        Program("frame without a request", "requester.client._shell.channel.request({})", "lost", "protocol"),
+        Program("large bodies", "for n in range(60): requester.client.post('/supervisor/profile', content=b'a' * 10**6)", "lost", "requests"),
+        Program("app that breaks", "print(apis.spotify.show_song(song_id=10**20))", "failed", "", "OverflowError"),
         Program("flood of requests", "requester.request_tracker.max_num_requests = None\nwhile True: apis.supervisor.show_profile()", "any", ("requests", "time")),
-        Program("huge request", "print(apis.spotify.login(username='a' * 3 * 10**7, password='b'))", "any"),
+        Program("large request", "print(apis.spotify.login(username='a' * 3 * 10**6, password='b'))", "failed", "", "too large"),
+        Program("huge request", "print(apis.spotify.login(username='a' * 3 * 10**7, password='b'))", "lost", "protocol"),
     ]
     return made

@@ -88,6 +88,8 @@ def _run_filter(program, number, arguments, arch=0xC000003E):
         at += 1
         if op == 0x20:
             (a,) = struct.unpack_from("=I", data, k)
+        elif op == 0x54:
+            a &= k
         elif op == 0x06:
             return k
         else:
@@ -103,7 +105,11 @@ def test_the_filter_line_by_line():
         (41, [], deny), (59, [], deny), (101, [], deny), (90, [], deny), (272, [], deny),  # socket, execve, ptrace, chmod, unshare
         (62, [4711, 15], allow), (62, [4711, 9], deny), (62, [4711, 19], deny), (62, [4712, 15], deny), (62, [2**32 - 1, 9], deny),  # kill
         (234, [4711, 4711, 6], allow), (234, [4711, 4711, 9], deny), (234, [1, 1, 6], deny),  # tgkill
-        (56, [0x01200011], allow), (56, [0x10000000], deny), (56, [0x02000000], deny), (435, [], missing),  # clone, clone3
+        (56, [0x01200011], allow), (56, [0x003D0F00], allow), (56, [0x10000000], deny), (56, [0x02000000], deny), (435, [], missing),  # clone, clone3
+        (56, [0x8011], deny), (56, [9], deny), (56, [0x01200009], deny),  # a child of its parent's; SIGKILL at a child's end
+        (160, [0], deny), (222, [], deny), (72, [3, 1], allow), (72, [3, 8], deny), (72, [3, 15], deny), (72, [3, 10], deny),  # setrlimit, timer_create, fcntl
+        (16, [3, 0x5401], allow), (16, [3, 0x8901], deny), (16, [3, 0x8902], deny),  # ioctl
+        (9, [0, 1, 3, 0x22], allow), (9, [0, 1, 3, 0x01], allow), (9, [0, 1, 3, 0x21], deny), (9, [0, 1, 3, 0x23], deny),  # mmap
         (0x40000000, [], missing),  # x32
     ):  # fmt: skip
         assert _run_filter(program, number, arguments) == wanted, (number, arguments)

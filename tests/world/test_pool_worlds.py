@@ -230,6 +230,58 @@ def test_time_limit_interrupts_and_the_world_lives(bench, short, code):
     assert after.text == "5\n"
 
 
+@pytest.fixture
+def shortest(bench):
+    bench.pool.limits = dataclasses.replace(LIMITS, execute_s=0.2, grace_s=8.0)
+    yield
+    bench.pool.limits = LIMITS
+
+
+def test_time_limit_in_the_middle_of_api_calls(bench, shortest):
+    """The late answer to an interrupted call is not taken for anything else."""
+    loop = "requester.request_tracker.max_num_requests = None\nn = 0\nwhile True:\n    apis.supervisor.show_profile()\n    n += 1"
+    found = bench.execute(*(loop, "print(n > 0, apis.supervisor.show_profile()['sex'] != '')") * 10)
+    for cut, after in zip(found[::2], found[1::2]):
+        assert cut.failed and cut.limit == "time" and not cut.world_lost
+        assert after.text == "True True\n"
+
+
+def test_threads_that_call_apis_in_and_after_a_step(bench):
+    code = (
+        "requester.request_tracker.max_num_requests = None\nimport time\nfound = []\n"
+        "def f(n):\n    for _ in range(n): found.append(apis.supervisor.show_profile()['sex'])\n"
+        "threads = [__import__('threading').Thread(target=f, args=(n,), daemon=True) for n in (20, 20, 100000)]\n"
+        "for t in threads: t.start()\nfor t in threads[:2]: t.join()"
+    )
+    first, *more = bench.execute(code, *["print(apis.supervisor.show_profile()['sex'] == found[-1], len(set(found)))"] * 5)
+    assert not first.failed, first.text
+    assert [step.text for step in more] == ["True 1\n"] * 5
+
+
+def test_what_an_app_raises_is_raised_inside_the_code(bench):
+    raises = "apis.spotify.show_song(song_id=10**20)"
+    failed, caught, after = bench.execute(raises, f"try:\n    {raises}\nexcept OverflowError as e: print('caught', e)", "print(apis.supervisor.show_profile()['sex'] != '')")
+    assert failed.failed and not failed.world_lost and failed.text.rstrip().endswith("OverflowError: Python int too large to convert to SQLite INTEGER")
+    assert caught.text.startswith("caught Python int") and after.text == "True\n"
+
+
+def test_memory_that_is_taken_between_steps(bench):
+    left = "posix = __import__('posix')\nfor _ in range(2):\n    if posix.fork() == 0:\n        __import__('select').select([], [], [], 0.3)\n        x = bytearray(300 * 10**6)\n        while True: __import__('select').select([], [], [], 1)"
+
+    async def steps(world):
+        first = await world.execute(left)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            if not _descendants(world.pid):
+                break
+        return first, await world.execute("print(1)")
+
+    first, second = bench.in_world(steps)
+    assert not first.failed
+    assert second.world_lost and second.limit == "memory"
+    bench.healthy()
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -354,6 +406,23 @@ def test_cancelled_call_ends_the_world(bench):
 
 
 # Skills.
+
+
+def test_only_installed_skills_can_have_been_called(bench):
+    forged = (
+        "m = __import__('sys').modules['sage_jax.world.shell']\n"
+        "m.Shell.do_execute = lambda self, **k: {'text': '', 'dropped': 0, 'failed': False, 'limit': None, 'skill_calls': ['good', 'bad', 'other', 'good']}"
+    )
+
+    async def steps(world):
+        verdicts = await world.install([Skill("good", "good", "def good(): return 1"), Skill("bad", "bad", "def bad(:")])
+        await world.execute(forged)
+        return verdicts, await world.execute("1")
+
+    verdicts, step = bench.in_world(steps)
+    assert [v.ok for v in verdicts] == [True, False]
+    assert step.skill_calls == ("good",)
+
 
 _LOOKUP = "def names():\n    '''All apps.'''\n    return [a['name'] for a in apis.api_docs.show_app_descriptions()]"
 

@@ -19,6 +19,9 @@ from sage_jax.errors import ConfigError, InfrastructureError, SageError, WorkerD
 from sage_jax.world.calls import CalledWorld, OpenWorlds, value_of
 from sage_jax.world.isolation import Layer
 from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.roots import open_root, tasks_digest
+
+_DOWN_S = 30.0
 
 
 def _import_ray():
@@ -50,10 +53,11 @@ class _Host:
             if operation == "stop":
                 pool, self._pool = self._pool, None
                 return {"value": await pool.close()}
+            if operation == "about":
+                tasks = tasks_digest(open_root(self._root))
+                return {"value": {"max_open": self._pool.max_open, "tasks": tasks, "layers": {n: [x.on, x.reason] for n, x in self._pool.layers.items()}}}
         except SageError as error:
             return {"error": [type(error).__name__, str(error)]}
-        if operation == "about":
-            return {"value": {"max_open": self._pool.max_open, "layers": {n: [x.on, x.reason] for n, x in self._pool.layers.items()}}}
         return await self._worlds.answer(operation, world, arguments)
 
 
@@ -71,6 +75,8 @@ class RayPool:
         self._hosts: list[Any] = []
         self._open: list[int] = []
         self._places: list[int] = []
+        self._down: dict[int, float] = {}  # node -> until when nothing is opened there
+        self._discarding: set[asyncio.Task] = set()
         self._free = asyncio.Condition()
         self._worlds: set[RayWorld] = set()
         self._patience_s = limits.start_s
@@ -87,8 +93,15 @@ class RayPool:
         """Connects and starts an actor on every node.
 
         Raises:
-          ConfigError, WorldOpenError: no cluster there, or a pool that cannot start.
+          ConfigError, WorldOpenError: no cluster there, a pool that cannot start, or a node with other tasks.
         """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
         ray = self._ray
         if not ray.is_initialized():
             try:
@@ -101,6 +114,9 @@ class RayPool:
         for node in sorted(n["NodeID"] for n in ray.nodes() if n["Alive"]):
             self._hosts.append(remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*self._made))
         abouts = await asyncio.gather(*(self._call(n, "about", "") for n in range(len(self._hosts))))
+        tasks = tasks_digest(open_root(self._made[0]))
+        if other := [n for n, a in enumerate(abouts) if a["tasks"] != tasks]:
+            raise ConfigError(f"nodes {other} of the Ray cluster hold another data root at {self._made[0]}; use the same root, seed and size there")
         self._places = [int(a["max_open"]) for a in abouts]
         self._open = [0] * len(self._hosts)
         self.max_open = sum(self._places)
@@ -111,7 +127,7 @@ class RayPool:
 
     async def close(self) -> None:
         """Closes every world and ends the actors. Harmless when done twice."""
-        await asyncio.gather(*(w.close() for w in list(self._worlds)))
+        await asyncio.gather(*(w.close() for w in list(self._worlds)), *self._discarding)
         hosts, self._hosts = self._hosts, []
         for host in hosts:
             with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
@@ -120,26 +136,47 @@ class RayPool:
 
     async def open(self, task_id: str, *, experiment: str, keep: bool) -> RayWorld:
         """As `WorldPool.open`; kept outputs lie on the node that had the world."""
-        async with self._free:
-            await self._free.wait_for(lambda: any(o < p for o, p in zip(self._open, self._places)))
-            host = max(range(len(self._places)), key=lambda n: (self._places[n] - self._open[n], -n))
-            self._open[host] += 1
         deadline = asyncio.get_running_loop().time() + self._patience_s
-        try:
-            while True:
-                try:
-                    name = await self._call(host, "open", "", task_id=task_id, experiment=experiment, keep=keep)
-                    break
-                except WorkerDied as error:
-                    if asyncio.get_running_loop().time() > deadline:
-                        raise WorldOpenError(f"node {host} of the Ray cluster: {error}") from error
-                    await asyncio.sleep(0.5)  # Ray starts the actor anew
-        except BaseException:
-            await self._release(host)
-            raise
+        while True:
+            host = await self._take()
+            opening = asyncio.ensure_future(self._call(host, "open", "", task_id=task_id, experiment=experiment, keep=keep))
+            try:
+                name = await asyncio.shield(opening)
+                break
+            except asyncio.CancelledError:
+                task = asyncio.create_task(self._discard(host, opening))
+                self._discarding.add(task)
+                task.add_done_callback(self._discarding.discard)
+                raise
+            except WorkerDied as error:
+                self._down[host] = asyncio.get_running_loop().time() + _DOWN_S  # Ray starts its actor anew; meanwhile others are asked
+                await self._release(host)
+                if asyncio.get_running_loop().time() > deadline:
+                    raise WorldOpenError(f"node {host} of the Ray cluster: {error}") from error
+                await asyncio.sleep(0.5)
+            except BaseException:
+                await self._release(host)
+                raise
+        self._down.pop(host, None)
         world = RayWorld(self, host, name, task_id, copy=False)
         self._worlds.add(world)
         return world
+
+    async def _take(self) -> int:
+        """A place on the node where most are free; one that was down a moment ago only where there is no other."""
+        now = asyncio.get_running_loop().time()
+        async with self._free:
+            await self._free.wait_for(lambda: any(o < p for o, p in zip(self._open, self._places)))
+            free = [n for n in range(len(self._places)) if self._open[n] < self._places[n]]
+            host = max(free, key=lambda n: (self._down.get(n, 0.0) < now, self._places[n] - self._open[n], -n))
+            self._open[host] += 1
+        return host
+
+    async def _discard(self, host: int, opening: asyncio.Future) -> None:
+        """Closes a world that nobody waits for any more, as soon as it is open."""
+        with contextlib.suppress(SageError):
+            await self._call(host, "close", await opening)
+        await self._release(host)
 
     async def _release(self, host: int) -> None:
         async with self._free:
@@ -147,8 +184,12 @@ class RayPool:
             self._free.notify_all()
 
     async def _call(self, host: int, operation: str, world: str, **arguments: Any) -> Any:
+        running = self._hosts[host].do.remote(operation, world, arguments)
         try:
-            reply = await self._hosts[host].do.remote(operation, world, arguments)
+            reply = await running
+        except asyncio.CancelledError:
+            self._ray.cancel(running)
+            raise
         except self._ray.exceptions.RayError as error:
             raise WorkerDied(f"node {host} of the Ray cluster: {type(error).__name__}: {str(error)[:300]}") from error
         return value_of(reply)

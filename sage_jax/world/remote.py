@@ -8,6 +8,7 @@ silently and none is scored wrongly. Opening waits for a restarted server, since
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -18,9 +19,9 @@ import httpx
 
 from sage_jax.errors import ConfigError, InfrastructureError, WorkerDied, WorldOpenError
 from sage_jax.world.calls import CalledWorld, value_of
-from sage_jax.world.isolation import Layer
-from sage_jax.world.roots import DataRoot
-from sage_jax.world.service import POLL_S, tasks_digest
+from sage_jax.world.isolation import Layer, refuse_unisolated
+from sage_jax.world.roots import DataRoot, tasks_digest
+from sage_jax.world.service import POLL_S
 
 _PAUSE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between tries
 
@@ -32,17 +33,21 @@ class RemotePool:
       url: e.g. "http://10.0.0.5:8600"; https with a certificate of your own needs `verify`.
       token: the server's.
       root: this machine's root; the server's must hold the same tasks.
+      allow_unisolated: use also a server whose machine has no file-system layer: the code can then read the ground truth there.
       patience_s: how long an unreachable server is waited for.
       verify: a file with certificates to trust, or True.
     """
 
-    def __init__(self, url: str, token: str, *, root: DataRoot | None, patience_s: float = 120.0, verify: str | bool = True):
+    def __init__(self, url: str, token: str, *, root: DataRoot | None, allow_unisolated: bool = False, patience_s: float = 120.0, verify: str | bool = True):
         if not token:
             raise ConfigError("world.remote needs the server's token: put it into the environment variable SAGE_WORLDS_TOKEN")
         self._url, self._token, self._root, self._patience_s, self._verify = url.rstrip("/"), token, root, patience_s, verify
+        self._allow_unisolated = allow_unisolated
         self._client = uuid.uuid4().hex
         self._numbers = itertools.count(1)
         self._waiting: set[int] = set()
+        self._cancelled: dict[int, str] = {}  # number -> operation of calls that were cancelled here, and not yet there
+        self._cancelling: set[asyncio.Task] = set()
         self._worlds: set[RemoteWorld] = set()
         self._http: httpx.AsyncClient | None = None
         self._pinging: asyncio.Task | None = None
@@ -59,7 +64,7 @@ class RemotePool:
         """Connects.
 
         Raises:
-          ConfigError: wrong token, or a server with other tasks.
+          ConfigError: wrong token, a server with other tasks, or one without the file-system layer.
           WorldOpenError: nobody answers.
         """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -67,10 +72,15 @@ class RemotePool:
             base_url=self._url, headers={"Authorization": f"Bearer {self._token}"}, timeout=httpx.Timeout(POLL_S + 20.0, connect=10.0), limits=limits, verify=self._verify,
         )  # fmt: skip
         deadline = time.monotonic() + self._patience_s
-        about = await self._request("GET", "/about", None, deadline)
-        if self._root is not None and about["tasks"] != tasks_digest(self._root):
-            raise ConfigError(f"{self._url} serves another data root ({about['kind']}, tasks {about['tasks']}); use the same root, seed and size there")
-        self.layers = {name: Layer(*value) for name, value in about["layers"].items()}
+        try:
+            about = await self._request("GET", "/about", None, deadline)
+            if self._root is not None and about["tasks"] != tasks_digest(self._root):
+                raise ConfigError(f"{self._url} serves another data root ({about['kind']}, tasks {about['tasks']}); use the same root, seed and size there")
+            self.layers = {name: Layer(*value) for name, value in about["layers"].items()}
+            refuse_unisolated(self.layers, f"the machine of {self._url}", self._allow_unisolated)
+        except BaseException:
+            await self._http.aclose()
+            raise
         self.max_open = int(about["max_open"])
         self._pinging = asyncio.create_task(self._ping(about["lease_s"] / 4))
 
@@ -81,7 +91,7 @@ class RemotePool:
             self._pinging = None
         if self._http is not None:
             self._patience_s = min(self._patience_s, 5.0)
-            await asyncio.gather(*(world.close() for world in list(self._worlds)))
+            await asyncio.gather(*(world.close() for world in list(self._worlds)), self._tell_cancelled())
             await self._http.aclose()
             self._http = None
 
@@ -122,9 +132,26 @@ class RemotePool:
                 boot = reply["boot"]
                 if not reply.get("pending"):
                     break
-        finally:
+        except asyncio.CancelledError:
+            self._cancelled[number] = operation
+            task = asyncio.create_task(self._tell_cancelled())
+            self._cancelling.add(task)
+            task.add_done_callback(self._cancelling.discard)
+            raise
+        except BaseException:
             self._waiting.discard(number)
+            raise
+        self._waiting.discard(number)
         return value_of(reply)
+
+    async def _tell_cancelled(self) -> None:
+        """Has the server end what was cancelled here. One try, and one more at close; if both fail, the lease ends it."""
+        for number, operation in list(self._cancelled.items()):
+            with contextlib.suppress(httpx.HTTPError):
+                response = await self._http.post("/cancel", json={"client": self._client, "seq": number, "op": operation})
+                if response.status_code == 200:
+                    self._cancelled.pop(number, None)
+                    self._waiting.discard(number)
 
     async def _request(self, method: str, path: str, body: dict | None, deadline: float) -> dict[str, Any]:
         for pause in itertools.chain(_PAUSE_S, itertools.repeat(_PAUSE_S[-1])):

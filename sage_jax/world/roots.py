@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -115,6 +116,12 @@ class DataRoot:
                 raise DataRootError(f"{split}: {self.path} has no scenario or task {entry!r}")
             out += ids
         return out
+
+
+def tasks_digest(root: DataRoot) -> str:
+    """Names the tasks of a root, to tell whether two machines mean the same ones."""
+    text = repr([(split, root.task_ids(split)) for split in root.splits])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def split_levels(split: str) -> tuple[str, tuple[int, ...]]:

@@ -4,7 +4,8 @@ One address, POST /call, takes {client, seq, done, op, world, args}. A call is n
 connection or to go on waiting, never runs it again but gives its result, or {"pending": true} after some seconds. So the client may
 repeat every request, and nothing runs twice. `done` is the lowest number that the client still waits for; results below it are forgotten.
 Worlds belong to a client; when it has not been heard of for `lease_s` they are closed. Every answer names the server's
-`boot`: after a restart the worlds of before are gone, and calls to them say so.
+`boot`: after a restart the worlds of before are gone, and calls to them say so. POST /cancel {client, seq} ends a call that nobody waits
+for any more, and closes the world that it opened.
 
 A reply is {"value": ...} or {"error": [type, message]} with a type of `errors`. Requests without the token get 401.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import hmac
 import time
 import uuid
@@ -27,7 +27,7 @@ from starlette.routing import Route
 from sage_jax.errors import ConfigError
 from sage_jax.world.calls import OpenWorlds
 from sage_jax.world.pool import WorldPool
-from sage_jax.world.roots import DataRoot
+from sage_jax.world.roots import DataRoot, tasks_digest
 
 POLL_S = 20.0  # how long an answer may take before it says "pending"
 
@@ -36,6 +36,7 @@ POLL_S = 20.0  # how long an answer may take before it says "pending"
 class _Client:
     seen: float
     worlds: OpenWorlds
+    done: int = 0  # calls with lower numbers are over: one that arrives now is a late duplicate
     calls: dict[int, asyncio.Task] = dataclasses.field(default_factory=dict)
 
     async def close(self) -> None:
@@ -61,6 +62,7 @@ class Service:
         self.boot = uuid.uuid4().hex
         self._clients: dict[str, _Client] = {}
         routes = [Route("/about", self._about), Route("/call", self._call, methods=["POST"]), Route("/ping", self._ping, methods=["POST"])]
+        routes.append(Route("/cancel", self._cancel, methods=["POST"]))
         self.app = Starlette(routes=routes, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -109,17 +111,39 @@ class Service:
             operation, world, arguments = str(body["op"]), str(body.get("world") or ""), dict(body.get("args") or {})
         except (KeyError, TypeError, ValueError) as error:
             return JSONResponse({"error": ["ConfigError", f"not a call: {type(error).__name__}: {error}"]}, status_code=400)
-        for old in [n for n in client.calls if n < done]:
+        client.done = max(client.done, done)
+        for old in [n for n in client.calls if n < client.done]:
             if client.calls[old].done():
                 del client.calls[old]
         call = client.calls.get(seq)
         if call is None:
-            call = client.calls[seq] = asyncio.create_task(client.worlds.answer(operation, world, arguments))
+            over = seq < client.done
+            call = asyncio.create_task(_over(seq) if over else client.worlds.answer(operation, world, arguments))
+            if not over:
+                client.calls[seq] = call
         await asyncio.wait({call}, timeout=POLL_S)
         client.seen = time.monotonic()
         if not call.done():
             return JSONResponse({"boot": self.boot, "pending": True})
-        return JSONResponse({"boot": self.boot, **call.result()})
+        return JSONResponse({"boot": self.boot, **(await _over(seq) if call.cancelled() else call.result())})
+
+    async def _cancel(self, request: Request) -> JSONResponse:
+        if refused := self._refused(request):
+            return refused
+        try:
+            body = await request.json()
+            client, seq, operation = self._client(str(body["client"])), int(body["seq"]), str(body["op"])
+        except (KeyError, TypeError, ValueError) as error:
+            return JSONResponse({"error": ["ConfigError", f"not a call: {type(error).__name__}: {error}"]}, status_code=400)
+        call = client.calls.get(seq)
+        if call is None:  # it was lost on its way, or comes later
+            client.calls[seq] = asyncio.create_task(_over(seq))
+            return JSONResponse({"boot": self.boot})
+        call.cancel()
+        await asyncio.wait({call})
+        if operation in ("open", "fork") and not call.cancelled() and "value" in call.result():
+            await client.worlds.answer("close", call.result()["value"], {})
+        return JSONResponse({"boot": self.boot})
 
     async def _watch(self) -> None:
         while True:
@@ -130,7 +154,5 @@ class Service:
                     await client.close()
 
 
-def tasks_digest(root: DataRoot) -> str:
-    """Names the tasks of a root, to tell whether two machines mean the same ones."""
-    text = repr([(split, root.task_ids(split)) for split in root.splits])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+async def _over(seq: int) -> dict:
+    return {"error": ["InfrastructureError", f"call {seq} is over: nobody waits for it"]}

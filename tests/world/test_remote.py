@@ -15,6 +15,7 @@ from contract import LIMITS, transcript
 
 from sage_jax.errors import ConfigError, WorkerDied
 from sage_jax.world import service as service_module
+from sage_jax.world.isolation import Layer
 from sage_jax.world.pool import WorldPool
 from sage_jax.world.remote import RemotePool
 from sage_jax.world.roots import DataRoot
@@ -156,6 +157,65 @@ def test_worlds_of_a_vanished_client_are_closed(mini_root):
             with pytest.raises(WorkerDied, match="lease"):
                 await kept.execute("print(1)")
             await remote._http.aclose()
+
+    _SHARED[0].run_until_complete(whole())
+
+
+def test_what_is_cancelled_ends_on_the_server(mini_root):
+    task_id = mini_root.task_ids("dev")[0]
+
+    async def whole():
+        async with serving(mini_root) as (url, service):
+            remote = RemotePool(url, TOKEN, root=mini_root)
+            await remote.start()
+            world = await remote.open(task_id, experiment="e", keep=False)
+            running = asyncio.create_task(world.execute("while True: pass"))
+            openings = [asyncio.create_task(remote.open(task_id, experiment="e", keep=False)) for _ in range(6)]  # more than there are places
+            await asyncio.sleep(0.1)  # some are open, some are being opened, some wait
+            for task in (running, *openings):
+                task.cancel()
+            stopped, *opened = await asyncio.gather(running, *openings, return_exceptions=True)
+            assert isinstance(stopped, asyncio.CancelledError) and isinstance(opened[-1], asyncio.CancelledError)
+            for one in opened:
+                if not isinstance(one, asyncio.CancelledError):
+                    await one.close()
+            with pytest.raises(WorkerDied):
+                for _ in range(100):
+                    await world.execute("print(1)")
+                    await asyncio.sleep(0.05)
+            await world.close()
+            for _ in range(200):
+                if not service._pool._worlds and not remote._cancelled:
+                    break
+                await asyncio.sleep(0.05)
+            assert not service._pool._worlds and service._pool._slots._value == 4, "every place is free again"
+            assert not remote._cancelled and not remote._waiting
+            # A call that was sent twice and comes late is not run: nobody waits for it.
+            again = await remote.open(task_id, experiment="e", keep=False)
+            await again.execute("x = 1")
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                late = {"client": remote._client, "seq": 1, "done": 1, "op": "open", "world": "", "args": {"task_id": task_id, "experiment": "e", "keep": False}}
+                assert "is over" in (await client.post("/call", json=late)).json()["error"][1]
+                # A cancellation that overtakes its call.
+                assert (await client.post("/cancel", json={"client": remote._client, "seq": 10**6, "op": "open"})).status_code == 200
+                assert "is over" in (await client.post("/call", json={**late, "seq": 10**6})).json()["error"][1]
+                assert (await client.post("/cancel", json={})).status_code == 400
+            assert len(service._pool._worlds) == 1
+            await remote.close()
+
+    _SHARED[0].run_until_complete(whole())
+
+
+def test_a_server_without_isolation_is_refused(mini_root, monkeypatch):
+    monkeypatch.setattr(WorldPool, "layers", {"landlock": Layer(False, "an old kernel")})
+
+    async def whole():
+        async with serving(mini_root) as (url, _):
+            with pytest.raises(ConfigError, match=r"an old kernel.*world\.allow_unisolated=True"):
+                await RemotePool(url, TOKEN, root=mini_root).start()
+            async with RemotePool(url, TOKEN, root=mini_root, allow_unisolated=True) as remote:
+                assert not remote.layers["landlock"].on
 
     _SHARED[0].run_until_complete(whole())
 

@@ -25,7 +25,7 @@ from sage_jax.agent.prompts import PromptSpec, opening
 from sage_jax.agent.scripted import Script
 from sage_jax.errors import ConfigError
 from sage_jax.model.chat import ChatRenderer
-from sage_jax.model.config import ModelConfig
+from sage_jax.model.config import ModelConfig, pad_vocab
 from sage_jax.model.hf import load_hf
 from sage_jax.model.presets import preset
 from sage_jax.model.sharding import create_params, make_mesh
@@ -67,7 +67,7 @@ def world_pool(config: ConfigDict, root: DataRoot, outputs: Path | None) -> Worl
     w = config.world
     ray = w.remote == "ray" or w.remote.startswith("ray://")
     if w.remote and not ray:
-        return RemotePool(w.remote, os.environ.get("SAGE_WORLDS_TOKEN", ""), root=root)
+        return RemotePool(w.remote, os.environ.get("SAGE_WORLDS_TOKEN", ""), root=root, allow_unisolated=w.allow_unisolated)
     limits = Limits(
         open_s=w.open_s, execute_s=w.execute_s, install_s=w.install_s, evaluate_s=w.evaluate_s, close_s=w.close_s,
         memory_mb=w.memory_mb, disk_mb=w.disk_mb, processes=w.processes, output_chars=w.output_chars,
@@ -128,8 +128,7 @@ def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_fold
     mesh = _mesh(config)
     if source == "random":
         tokenizer = load_tokenizer(_tokenizer_place(config, tokenizer_folder))
-        rows = -(-tokenizer.vocab_size // 32) * 32  # padded, so that it divides over a mesh
-        cfg = dataclasses.replace(preset(m.preset), vocab_size=rows, dtype=m.dtype, remat=m.remat)
+        cfg = preset(m.preset, vocab_size=pad_vocab(tokenizer.vocab_size), dtype=m.dtype, remat=m.remat)
         graphdef, params = create_params(cfg, mesh, config.seed)
         return Loaded(cfg, graphdef, params, tokenizer, mesh, f"random {cfg} seed {config.seed}")
     folder = _folder(source)

@@ -149,9 +149,9 @@ class ModelConfig:
         return raw
 
 
-def pad_vocab(size: int, multiple: int = 64) -> int:
-    """Embedding rows for a tokenizer of `size` ids: rounded up, so that the table splits over a mesh."""
-    return -(-size // multiple) * multiple
+def pad_vocab(size: int) -> int:
+    """Embedding rows for a tokenizer of `size` ids: the next multiple of 32, so that the table splits over a mesh."""
+    return -(-size // 32) * 32
 
 
 def _rope_theta(raw: dict[str, Any]) -> float:

@@ -8,7 +8,6 @@ by (chain, rollout, position) and placed longest first into the first row with r
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from sage_jax.rl.losses import NORMALISERS
 
 if TYPE_CHECKING:
     from sage_jax.agent.trajectory import TokenRecord
-
-TOO_LONG = ("raise", "drop")
 
 
 @jax.tree_util.register_dataclass
@@ -90,8 +87,7 @@ class Packed:
     trained_tokens: int  # tokens with a loss in the micro-batches
     tokens: int  # tokens that are no padding
     padding_share: float  # of all places in the micro-batches, empty rows included
-    too_long: int  # samples left out because no row holds them
-    idle: int  # samples left out because they have no trained token, or no signal where `skip_no_signal`
+    idle: int  # samples left out because they have no trained token
 
 
 def pack(
@@ -100,8 +96,6 @@ def pack(
     *,
     normaliser: str = "sequence",
     constant: float = 1.0,
-    too_long: str = "raise",
-    skip_no_signal: bool = False,
 ) -> Packed:
     """Packs whole episodes into rows, first fit by falling length.
 
@@ -113,18 +107,13 @@ def pack(
       shapes: the row shapes allowed; a new row gets the shortest length that holds its first episode.
       normaliser: one of NORMALISERS, defined in `rl.losses`.
       constant: tokens, for the `constant` normaliser.
-      too_long: "raise", or "drop" with a warning and a count.
-      skip_no_signal: leave out samples whose advantage is exactly 0: the loss keeps its value and gradient, metrics
-        like entropy are then over the others only.
 
     Raises:
-      ConfigError: unknown names, no or doubled shapes, an episode longer than every row where `too_long` is "raise".
+      ConfigError: unknown names, no or doubled shapes, an episode longer than every row.
       ValueError: two samples with one key.
     """
     if normaliser not in NORMALISERS:
         raise ConfigError(f"unknown normaliser {normaliser!r}; choices: {', '.join(NORMALISERS)}")
-    if too_long not in TOO_LONG:
-        raise ConfigError(f"unknown too_long {too_long!r}; choices: {', '.join(TOO_LONG)}")
     by_length = {s.length: s for s in shapes}
     if not shapes or len(by_length) != len(shapes) or any(s.rows < 1 or s.length < 2 for s in shapes):
         raise ConfigError(f"row shapes must be one or more, each of its own length, with rows >= 1; got {list(shapes)}")
@@ -134,21 +123,16 @@ def pack(
         raise ValueError("two samples have the same (chain, rollout, position)")
 
     sizes = {s.key: _useful_length(s) for s in samples}
-    idle = [s for s in samples if s.trained == 0 or (skip_no_signal and s.advantage == 0)]
-    left_out = {s.key for s in idle}
-    long = [s for s in samples if s.key not in left_out and sizes[s.key] > lengths[-1]]
-    if long:
-        text = f"{len(long)} of {len(samples)} episodes are longer than the longest row ({lengths[-1]} tokens): " + ", ".join(
-            f"{s.key} has {sizes[s.key]}" for s in long[:4]
+    idle = {s.key for s in samples if s.trained == 0}
+    if long := [s for s in samples if sizes[s.key] > lengths[-1]]:
+        raise ConfigError(
+            f"{len(long)} of {len(samples)} episodes are longer than the longest row ({lengths[-1]} tokens): "
+            f"{', '.join(f'{s.key} has {sizes[s.key]}' for s in long[:4])}; use longer rows or a smaller context"
         )
-        if too_long == "raise":
-            raise ConfigError(text + "; use longer rows, a smaller context, or too_long='drop'")
-        warnings.warn(text + "; left out", stacklevel=2)
-        left_out |= {s.key for s in long}
 
     rows: list[tuple[int, list[Sample]]] = []  # (row length, its samples)
     room: list[int] = []
-    for sample in sorted((s for s in samples if s.key not in left_out), key=lambda s: -sizes[s.key]):
+    for sample in sorted((s for s in samples if s.key not in idle), key=lambda s: -sizes[s.key]):
         size = sizes[sample.key]
         row = next((i for i, free in enumerate(room) if free >= size), None)
         if row is None:
@@ -182,7 +166,6 @@ def pack(
         trained_tokens=sum(trained[s.key] for _, content in rows for s in content),
         tokens=used,
         padding_share=1 - used / places,
-        too_long=len(long),
         idle=len(idle),
     )
 

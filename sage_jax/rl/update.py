@@ -157,7 +157,6 @@ class PolicyUpdate:
             "update/trained_tokens": float(sum(p.trained_tokens for p in packed)),
             "update/packed_tokens": float(sum(p.tokens for p in packed)),
             "update/padding_share": 1 - sum(p.tokens for p in packed) / places,
-            "update/too_long_episodes": float(sum(p.too_long for p in packed)),
             "update/idle_episodes": float(sum(p.idle for p in packed)),
             "update/tokens_per_s": useful / seconds,
             "time/update_s": seconds,

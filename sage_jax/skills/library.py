@@ -1,6 +1,6 @@
 """The skill library of one rollout: which skills there are, which of them are offered, how often they helped.
 
-In memory, with a lossless JSON form. An id names one body for ever; a name has at most one offered version. Not here:
+In memory; skills one by one have a lossless JSON form. An id names one body for ever; a name has at most one offered version. Not here:
 what makes a function a skill (`extract`), how skills are shown (`render`).
 """
 
@@ -45,7 +45,7 @@ class Library:
         return skill_id in self._skills
 
     def __getitem__(self, skill_id: str) -> Skill:
-        """Also superseded and withdrawn skills. Raises KeyError naming the id."""
+        """Also superseded skills. Raises KeyError naming the id."""
         if skill_id not in self._skills:
             raise KeyError(f"no skill {skill_id!r} among {len(self._skills)}; ids are name@digest")
         return self._skills[skill_id]
@@ -78,41 +78,10 @@ class Library:
             if self._current[s.name] == s.id and not s.withdrawn and s.verified is not False
         ]
 
-    def superseded(self) -> list[Skill]:
-        """Earlier versions, kept but not offered."""
-        return [s for s in self._skills.values() if self._current[s.name] != s.id]
-
-    def withdraw(self, skill_id: str) -> Skill:
-        """Offers the skill no more. An earlier version does not come back for it; see `reinstate`."""
-        return self._replace(skill_id, withdrawn=True)
-
-    def reinstate(self, skill_id: str) -> Skill:
-        """Undoes `withdraw`."""
-        return self._replace(skill_id, withdrawn=False)
-
     def record_use(self, skill_id: str, success: bool) -> Skill:
         """Counts one episode that called the skill, and whether that episode succeeded."""
         skill = self[skill_id]
-        return self._replace(skill_id, uses=skill.uses + 1, successes=skill.successes + bool(success))
-
-    def to_json(self) -> dict:
-        """A JSON value that `from_json` reads back without loss."""
-        return {"skills": [skill_to_json(s) for s in self], "current": dict(self._current)}
-
-    @classmethod
-    def from_json(cls, value: dict) -> Library:
-        """Raises ValueError if the current versions do not fit the skills."""
-        library = cls()
-        library._skills = {s.id: s for s in map(skill_from_json, value["skills"])}
-        library._current = dict(value["current"])
-        names = {s.name for s in library}
-        wrong = [n for n, i in library._current.items() if i not in library or library[i].name != n]
-        if wrong or names != set(library._current):
-            raise ValueError(f"damaged library: no valid current version of {sorted(wrong) or names ^ set(library._current)}")
-        return library
-
-    def _replace(self, skill_id: str, **changes) -> Skill:
-        self._skills[skill_id] = dataclasses.replace(self[skill_id], **changes)
+        self._skills[skill_id] = dataclasses.replace(skill, uses=skill.uses + 1, successes=skill.successes + bool(success))
         return self._skills[skill_id]
 
 

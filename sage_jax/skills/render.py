@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from sage_jax.skills.record import Skill
 
 STYLES = ("source", "signature")
-ORDERS = ("recent", "used")
 _GAP = "\n\n\n"
 
 
@@ -33,31 +32,24 @@ def render(
     budget: int,
     count: Callable[[str], int],
     style: str = "source",
-    order: str = "recent",
 ) -> Rendered:
-    """Chooses skills by priority and writes them in the order given, oldest first.
+    """Takes the last added skills first and writes them in the order given, oldest first.
 
     Args:
       skills: in the library's order (`Library.active()`).
       budget: the most tokens that `text` may have, by `count`.
       count: tokens of a text.
       style: "source", executable code with each import, constant and helper once; "signature", the head and docstring.
-      order: who gets room first: "recent", the last added; "used", most successes, then most uses, then the last added.
     A skill that does not fit is passed over and smaller ones after it may still be taken.
-    Raises ValueError for an unknown style or order.
+    Raises ValueError for an unknown style.
     """
-    if style not in STYLES or order not in ORDERS:
-        raise ValueError(f"style {style!r} of {STYLES}, order {order!r} of {ORDERS}")
-    places = list(range(len(skills)))
-    if order == "recent":
-        places.sort(key=lambda i: -i)
-    else:
-        places.sort(key=lambda i: (-skills[i].successes, -skills[i].uses, -i))
+    if style not in STYLES:
+        raise ValueError(f"style {style!r} of {STYLES}")
     chosen: list[int] = []
     written: set[str] = set()
     room = budget
     gap = count(_GAP)
-    for i in places:
+    for i in reversed(range(len(skills))):
         skill = skills[i]
         parts = {*skill.imports, *skill.constants, *skill.helpers, skill.source}
         cost = count(_text([skill], style) + _GAP)

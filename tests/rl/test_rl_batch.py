@@ -59,21 +59,18 @@ def test_shapes_come_from_the_set():
     assert packed.tokens == 85
 
 
-@pytest.mark.parametrize("normaliser, denominator", [("sequence", 2.0), ("token", 10.0), ("constant", 24.0)])
+@pytest.mark.parametrize("normaliser, denominator", [("sequence", 3.0), ("token", 10.0), ("constant", 32.0)])
 def test_denominators_count_what_was_left_out(normaliser, denominator):
-    samples = [sample((0, 0, 0), 6, 2), sample((0, 0, 1), 9, 3), sample((0, 1, 0), 12, 5, advantage=0.0)]
-    packed = pack(samples, [RowShape(1, 16)], normaliser=normaliser, constant=8.0, skip_no_signal=True)
+    samples = [sample((0, 0, 0), 6, 2), sample((0, 0, 1), 9, 3), sample((0, 1, 0), 12, 5), sample((0, 2, 0), 30, 0)]
+    packed = pack(samples, [RowShape(1, 16)], normaliser=normaliser, constant=8.0)
     assert packed.denominator == denominator == sum(b.denominator.sum() for b in packed.micro_batches)
-    assert packed.idle == 1 and packed.trained_tokens == 5
+    assert packed.idle == 1 and packed.trained_tokens == 10
 
 
 def test_too_long():
     samples = [sample((0, 0, 0), 40, 5), sample((0, 1, 0), 6, 2)]
     with pytest.raises(ConfigError, match="longest row"):
         pack(samples, [RowShape(1, 16)])
-    with pytest.warns(UserWarning, match="1 of 2"):
-        packed = pack(samples, [RowShape(1, 16)], too_long="drop")
-    assert packed.too_long == 1 and packed.denominator == 2.0
     assert pack([sample((0, 0, 0), 16, 5, tail=30)], [RowShape(1, 16)]).tokens == 16  # a tail without loss is cut
 
 

@@ -1,7 +1,6 @@
 """Rendering within a budget."""
 
 import ast
-import dataclasses
 
 import pytest
 
@@ -65,14 +64,6 @@ def test_exact_budget_is_used():
     full = render(skills, budget=10**6, count=len)
     assert not render(skills, budget=full.tokens, count=len).dropped
     assert len(render(skills, budget=full.tokens - 1, count=len).dropped) == 1
-
-
-def test_order_by_use():
-    a, b, c = many(3)
-    used = [a, dataclasses.replace(b, uses=5, successes=1), dataclasses.replace(c, uses=2, successes=2)]
-    one = words(render([a], budget=100, count=words).text)
-    assert [s.name for s in render(used, budget=one, count=words, order="used").shown] == ["s0002"]
-    assert [s.name for s in render(used, budget=2 * one, count=words, order="used").shown] == ["s0001", "s0002"]
 
 
 def test_head_keeps_the_docstring_as_written():

@@ -10,6 +10,7 @@ import pytest
 
 from configs import evaluate, sage_demo
 from sage_jax.errors import ConfigError
+from sage_jax.model.config import pad_vocab
 from sage_jax.model.presets import PRESETS
 from sage_jax.model.sharding import abstract_params
 from sage_jax.model.tokenizer import train_bpe
@@ -39,7 +40,7 @@ def test_a_run_from_new_weights_is_evaluated_with_its_own_shape_and_tokenizer(tm
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps(setup.digest(config)))
-    cfg = PRESETS["narrow"].replace(vocab_size=-(-tokenizer.vocab_size // 32) * 32)
+    cfg = PRESETS["narrow"].replace(vocab_size=pad_vocab(tokenizer.vocab_size))
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), abstract_params(cfg)[1])
     with Checkpoints(run / "checkpoints") as checkpoints:
         state = TrainState(params, {"moment": jnp.zeros(1)}, step=4)

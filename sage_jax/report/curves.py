@@ -1,7 +1,6 @@
 """curves.png from a run's metrics: reward, success, skill use, turns and tokens, entropy, gap. A missing key leaves a gap.
 
-Owns which metric is drawn where (PANELS) and how; the metrics themselves are written by the training loop, one JSON
-object a line with a `step`.
+Owns which metric is drawn where (PANELS) and how; `training.metrics` writes and reads the rows, one object a line with a `step`.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import io
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,28 +38,6 @@ PANELS = (
     Panel("Gap of sampler and trainer", "|log-prob difference|, nats", ("update/gap_mean_nats", "update/gap_p99_nats", "update/gap_max_nats"), log=True),
 )
 _COLOURS = ("#2563eb", "#db6b1a", "#16916a", "#a23bb8", "#b8902a", "#64748b")
-
-
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-    """Rows of a metrics file; `half_written` is the number of bytes of a broken last line, usually 0."""
-
-    rows: tuple[dict, ...]
-    half_written: int = 0
-
-
-def read_metrics(path: str | Path) -> Metrics:
-    """Reads a JSON-lines file; a damaged line that is not the last raises ValueError naming it."""
-    data = Path(path).read_bytes()
-    whole = data.rfind(b"\n") + 1
-    rows = []
-    for n, line in enumerate(data[:whole].splitlines(), 1):
-        try:
-            row = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, TypeError, KeyError) as e:
-            raise ValueError(f"{path}, line {n}: not a metrics row with a step ({e})") from e
-    return Metrics(tuple(rows), len(data) - whole)
 
 
 def series(rows: Sequence[dict], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Episodes as JSON lines: what the report, the tables and later readers need, in files that survive a kill.
 
 A file is either written whole (temporary name, then renamed) or grows by one line an episode; a last line that a kill
-cut in half is recognised, left out and reported. Token records are written only when asked for (`tokens=True`).
+cut in half is recognised, left out and reported. Token records are not written: they are large and only training needs them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from sage_jax.agent.trajectory import End, Episode, TokenRecord, Turn
+from sage_jax.agent.trajectory import End, Episode, Turn
+from sage_jax.errors import ConfigError
 from sage_jax.skills.library import skill_from_json, skill_to_json
 from sage_jax.world.types import InstallVerdict, Judgement
 
@@ -23,12 +24,11 @@ class EpisodeFile:
     """What a file held. `half_written` is the number of bytes of a broken last line, 0 if the file ends well."""
 
     episodes: tuple[Episode, ...]
-    steps: tuple[int | None, ...]  # training step of each episode; None where the writer gave none
     half_written: int = 0
 
 
-def to_json(episode: Episode, tokens: bool = False) -> dict:
-    """JSON value of an episode; without `tokens` the token record becomes None and all else is kept."""
+def to_json(episode: Episode) -> dict:
+    """JSON value of an episode; the token record becomes None and all else is kept."""
     value = {f.name: getattr(episode, f.name) for f in dataclasses.fields(Episode)}
     value["turns"] = [dataclasses.asdict(t) for t in episode.turns]
     value["end"] = episode.end.value
@@ -36,7 +36,7 @@ def to_json(episode: Episode, tokens: bool = False) -> dict:
     value["offered"] = [skill_to_json(s) for s in episode.offered]
     value["defined"] = [skill_to_json(s) for s in episode.defined]
     value["verdicts"] = [dataclasses.asdict(v) for v in episode.verdicts]
-    value["tokens"] = dataclasses.asdict(episode.tokens) if tokens and episode.tokens is not None else None
+    value["tokens"] = None
     return value
 
 
@@ -50,21 +50,20 @@ def from_json(value: dict) -> Episode:
     fields["offered"] = tuple(skill_from_json(s) for s in fields["offered"])
     fields["defined"] = tuple(skill_from_json(s) for s in fields["defined"])
     fields["verdicts"] = tuple(InstallVerdict(**v) for v in fields["verdicts"])
-    fields["tokens"] = None if fields["tokens"] is None else TokenRecord(**fields["tokens"])
     return Episode(**fields)
 
 
-def write_episodes(path: str | Path, episodes: Iterable[Episode], *, step: int | None = None, tokens: bool = False) -> None:
+def write_episodes(path: str | Path, episodes: Iterable[Episode]) -> None:
     """Writes the whole file under a temporary name and renames it."""
-    write_text(path, "".join(_line(e, step, tokens) for e in episodes))
+    write_text(path, "".join(map(_line, episodes)))
 
 
-def append_episodes(path: str | Path, episodes: Iterable[Episode], *, step: int | None = None, tokens: bool = False) -> int:
+def append_episodes(path: str | Path, episodes: Iterable[Episode]) -> int:
     """Adds lines to a file that may not exist; for one writer at a time.
 
     Returns the number of bytes of a half-written last line that was cut off first, usually 0.
     """
-    text = "".join(_line(e, step, tokens) for e in episodes).encode()
+    text = "".join(map(_line, episodes)).encode()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as f:
@@ -77,38 +76,19 @@ def append_episodes(path: str | Path, episodes: Iterable[Episode], *, step: int 
     return broken
 
 
-def keep_episodes(path: str | Path, *, before_step: int) -> int:
-    """Drops the episodes of steps from `before_step` on, which a resumed run does again, and a half-written last line.
-
-    A missing file is left missing. Returns the number of episodes dropped. Lines without a step raise ValueError.
-    """
-    path = Path(path)
-    if not path.exists():
-        return 0
-    held = read_episodes(path)
-    if None in held.steps:
-        raise ValueError(f"{path}: line {held.steps.index(None) + 1} has no step, so it cannot be resumed by step")
-    keep = [step < before_step for step in held.steps]
-    if not all(keep) or held.half_written:
-        data = path.read_bytes()
-        lines = data[: len(data) - held.half_written].splitlines(keepends=True)
-        write_text(path, b"".join(line for line, kept in zip(lines, keep) if kept))
-    return len(keep) - sum(keep)
-
-
 def read_episodes(path: str | Path) -> EpisodeFile:
-    """Reads a file; see `EpisodeFile.half_written`. A damaged line that is not the last raises ValueError."""
+    """Reads a file; see `EpisodeFile.half_written`. Raises ConfigError naming a damaged line that is not the last."""
     data = Path(path).read_bytes()
     whole = data.rfind(b"\n") + 1
-    episodes, steps = [], []
+    episodes = []
     for n, line in enumerate(data[:whole].splitlines(), 1):
         try:
             value = json.loads(line)
-            steps.append(value.pop("step"))
+            value.pop("step", None)  # files of older runs hold one
             episodes.append(from_json(value))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
-            raise ValueError(f"{path}, line {n}: not an episode ({type(e).__name__}: {e})") from e
-    return EpisodeFile(tuple(episodes), tuple(steps), len(data) - whole)
+            raise ConfigError(f"{path}, line {n}: not an episode ({type(e).__name__}: {e}); the file was damaged, move it away") from e
+    return EpisodeFile(tuple(episodes), len(data) - whole)
 
 
 def write_text(path: str | Path, text: str | bytes) -> None:
@@ -128,10 +108,9 @@ def write_text(path: str | Path, text: str | bytes) -> None:
         raise
 
 
-def _line(episode: Episode, step: int | None, tokens: bool) -> str:
+def _line(episode: Episode) -> str:
     # ASCII only: model-written text may hold lone surrogates and line separators.
-    value = {"step": step, **to_json(episode, tokens)}
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":")) + "\n"
+    return json.dumps(to_json(episode), ensure_ascii=True, separators=(",", ":")) + "\n"
 
 
 def _tail(f) -> int:

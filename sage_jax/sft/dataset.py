@@ -18,6 +18,7 @@ import numpy as np
 
 from sage_jax.errors import ConfigError
 from sage_jax.model.chat import ChatRenderer
+from sage_jax.report.episodes import write_text
 from sage_jax.rl.batch import Sample
 
 ROLES = ("system", "user", "assistant")
@@ -29,16 +30,12 @@ def write_dataset(path: str | os.PathLike, records: Iterable[dict[str, Any]]) ->
     Raises:
       ConfigError: a record that `read_dataset` would refuse.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    number = 0
-    with temporary.open("w", encoding="utf-8") as file:
-        for number, record in enumerate(records, 1):
-            _check(record, f"record {number}")
-            file.write(json.dumps(record, ensure_ascii=True) + "\n")  # ASCII: a lone surrogate survives
-    os.replace(temporary, path)
-    return number
+    lines = []
+    for number, record in enumerate(records, 1):
+        _check(record, f"record {number}")
+        lines.append(json.dumps(record, ensure_ascii=True) + "\n")  # ASCII: a lone surrogate survives
+    write_text(path, "".join(lines))
+    return len(lines)
 
 
 def read_dataset(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from sage_jax.errors import CheckpointError
+from sage_jax.report.episodes import write_text
 from sage_jax.training.state import TrainState
 
 MANIFEST = "MANIFEST.json"
@@ -331,6 +332,4 @@ def _files(path: Path) -> dict[str, list]:
 
 
 def _write_manifest(path: Path) -> None:
-    temporary = path / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps({"files": {k: v for k, v in _files(path).items() if k != temporary.name}}))
-    os.replace(temporary, path / MANIFEST)
+    write_text(path / MANIFEST, json.dumps({"files": _files(path)}))

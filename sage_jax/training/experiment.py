@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from sage_jax.entry import check_workdir, write_config
 from sage_jax.model.hf import save_hf
-from sage_jax.report.curves import curves_png, read_metrics
+from sage_jax.report.curves import curves_png
 from sage_jax.report.episodes import read_episodes, write_text
 from sage_jax.report.html import write_report
 from sage_jax.report.progress import terminal
@@ -25,6 +25,7 @@ from sage_jax.sft.loop import run_sft
 from sage_jax.training import checks, setup
 from sage_jax.training.arms import Arm, measure, paired_by_kind
 from sage_jax.training.collecting import collect
+from sage_jax.training.metrics import read_metrics
 from sage_jax.training.rl_loop import train
 from sage_jax.world.roots import DataRoot
 
@@ -128,7 +129,7 @@ def report(config: ConfigDict, workdir: Path, root: DataRoot, arms: list[Arm], s
     text = markdown(rows, differences)
     times = "\n".join(f"- {name}: {s:.0f} s" for name, s in seconds.items())
     write_text(workdir / "table.md", f"{text}\n{isolation}\n\nSeconds of this run:\n{times}\n")
-    curves = curves_png(read_metrics(workdir / "metrics.jsonl").rows, config.run.name)
+    curves = curves_png(read_metrics(workdir), config.run.name)
     write_text(workdir / "curves.png", curves)
     episodes = {f"{a.name} · {a.split}" + (f" · run {i}" if i else ""): run for a in arms for i, run in zip(a.indices, a.runs)}
     training, held = {}, 0

@@ -19,28 +19,37 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from sage_jax.errors import ConfigError
+from sage_jax.report.episodes import write_text
 
 NAME = re.compile(r"[a-z0-9_.@-]+(/[a-z0-9_.@-]+)*")
-TIME = re.compile(r"(^|/)time/|(_|^)per_s$|_s$")
+TIME = re.compile(r"(^|/)time/|^sampler/|(_|^)per_s$|_s$")
 RESERVED = ("step", "wall_time_s", "nonfinite")
 
 
 def is_time_metric(name: str) -> bool:
-    """Whether a metric depends on the clock: an interrupted and resumed run may differ from an unbroken one in these alone."""
+    """Whether a metric depends on the clock: an interrupted and resumed run may differ from an unbroken one in these alone.
+
+    Those of the sampler do: which requests meet in its slots depends on when worlds answer.
+    """
     return bool(TIME.search(name))
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, oldest first; a half-written last line is left off. [] if there is no file."""
+    """The lines of a run's `metrics.jsonl`, oldest first; a half-written last line is left off. [] if there is no file.
+
+    Raises ConfigError naming a line that is no object with a `step`.
+    """
     path = Path(workdir) / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    data = path.read_bytes() if path.exists() else b""
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ConfigError(f"{path}, line {number}: not JSON ({error}); the file was damaged, move it away") from error
+            record = json.loads(line)
+            records.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: not metrics with a step ({type(error).__name__}: {error}); the file was damaged, move it away"
+            ) from error
     return records
 
 
@@ -59,9 +68,7 @@ class MetricsWriter:
         path = self._dir / "metrics.jsonl"
         kept = [r for r in read_metrics(workdir) if r["step"] < resume_step]
         if path.exists():
-            temporary = path.with_suffix(".jsonl.tmp")
-            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
-            os.replace(temporary, path)
+            write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._last_step = kept[-1]["step"] if kept else 0
         self._file = path.open("a")
         self._events = EventFileWriter(str(self._dir / "tensorboard"))

@@ -120,6 +120,7 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     chains = [parts.chains(step, s) for s in scenarios]
     a = config.agent
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=config.sampler.temperature)
+    sampled = dataclasses.replace(parts.engine.stats)
     with step_bar(f"step {step + 1}", rl.group * sum(map(len, chains))) as advance:
         rollouts = parts.session.run(
             run_chains(
@@ -137,6 +138,7 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     paid = [rewards(rec, rl.reward, rl.no_code_reward) if rec is not None else np.zeros(len(r.tasks)) for rec, r in zip(records, rollouts)]
     advantages = chain_advantages(paid, [r.chain for r in rollouts], valid, rl.advantage)
     values = rollout_metrics(rollouts, valid, records, paid, advantages)
+    values |= parts.engine.stats.metrics(sampled) | {"sampler/retraces": parts.engine.retraces}
     if not any(valid):
         errors = {e.error for r in rollouts for e in r.episodes if e.error}
         raise InfrastructureError(f"step {step}: none of {len(rollouts)} rollouts is a sample. First errors: {sorted(errors)[:3]}")

@@ -5,11 +5,10 @@ import hashlib
 import json
 import re
 
-import pytest
 from report_samples import EVIL, RUN, sample_episodes, sample_rows, sample_steps
 
 from sage_jax.report import tables
-from sage_jax.report.curves import curves_png, read_metrics, series
+from sage_jax.report.curves import curves_png, series
 from sage_jax.report.html import embed, library_of, report_html, write_report
 
 
@@ -88,13 +87,3 @@ def test_series_skips_what_is_no_number_and_takes_the_last_row_of_a_step():
     rows = [{"step": 2, "a": 5.0}, {"step": 1, "a": float("inf")}, {"step": 0, "a": None}, {"step": 2, "a": 6}, {"step": 3}]
     steps, values = series(rows, "a")
     assert steps.tolist() == [2] and values.tolist() == [6]
-
-
-def test_metrics_file_with_a_half_written_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "a": 1}\n{"step": 1, "a": NaN}\n{"step": 2, "a"')
-    metrics = read_metrics(path)
-    assert len(metrics.rows) == 2 and metrics.half_written == 15
-    path.write_text('{"a": 1}\n{"step": 1}\n')
-    with pytest.raises(ValueError, match="line 1"):
-        read_metrics(path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from ml_collections import ConfigDict
 
 from sage_jax.errors import ConfigError
 from sage_jax.model.chat import ChatRenderer
-from sage_jax.model.config import ModelConfig
+from sage_jax.model.config import ModelConfig, pad_vocab
 from sage_jax.model.sharding import create_params, make_mesh
 from sage_jax.model.tokenizer import train_bpe
 from sage_jax.rl.accumulate import UpdateStep
@@ -27,6 +28,7 @@ from sage_jax.training.metrics import is_time_metric, read_metrics
 from sage_jax.training.optimizer import init_opt_state
 from sage_jax.training.state import TrainState
 
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["alpha", "beta", "gamma", "delta"]
 
 
@@ -46,8 +48,7 @@ def tokenizer():
 
 def load(tokenizer):
     mesh = make_mesh({}, jax.devices()[:1])
-    rows = -(-tokenizer.vocab_size // 32) * 32
-    cfg = ModelConfig(vocab_size=rows, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=32, embed_init_std=0.1)
+    cfg = ModelConfig(vocab_size=pad_vocab(tokenizer.vocab_size), hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=32, embed_init_std=0.1)
     graphdef, params = create_params(cfg, mesh, 0)
     return types.SimpleNamespace(cfg=cfg, graphdef=graphdef, params=params, tokenizer=tokenizer, mesh=mesh)
 
@@ -103,6 +104,8 @@ def test_it_learns_and_writes_what_it_says(tokenizer, tmp_path):
     assert [r["step"] for r in lines] == list(range(12))
     assert lines[-1]["sft/loss_nats"] < 0.8 * lines[0]["sft/loss_nats"]
     assert [r["step"] for r in lines if "sft/held_out_token_accuracy" in r] == [2, 5, 8, 11]
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    assert not [k for k in lines[-1] if k.startswith("sft/") and f"`{k}`" not in documented]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from configs import sage_demo
 from sage_jax.errors import CheckpointError, ConfigError
 from sage_jax.report.curves import PANELS
 from sage_jax.training import setup
+from sage_jax.training.metrics import is_time_metric, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -54,8 +55,7 @@ def run(workdir, root, kill_when=None):
 
 def metrics(workdir):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    drop = ("time", "wall", "tokens_per_s")
-    return [{k: v for k, v in row.items() if not any(d in k for d in drop)} for row in rows]
+    return [{k: v for k, v in row.items() if not is_time_metric(k)} for row in rows]
 
 
 def lines(workdir):
@@ -83,6 +83,7 @@ def test_a_killed_run_gives_the_metrics_of_an_unbroken_one(mini_root, tmp_path):
     for step, (a, b) in enumerate(zip(want, got, strict=True)):
         assert a == b, f"step {step}: {[(k, a.get(k), b.get(k)) for k in a if a.get(k) != b.get(k)]}"
     assert any(row["update/grad_norm"] > 0 for row in want), "nothing was learned, so nothing was tested"
+    assert all(row["sampler/retraces"] == 0 and row["sampler/sampled_tokens"] > 0 for w in (unbroken, broken) for row in read_metrics(w))
     assert "evaluate SAGE on dev" in text and all("eval_dev/sgc" in want[i] for i in (1, STEPS - 1)) and "eval_dev/sgc" not in want[0]
     missing = [p for panel in PANELS for p in (*panel.keys, *panel.right) if not any(fnmatch.fnmatchcase(k, p) for k in want[-1])]
     assert not missing, f"the curves draw what nothing writes: {missing}"

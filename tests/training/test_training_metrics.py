@@ -1,6 +1,7 @@
 """metrics.jsonl and TensorBoard events of broken, resumed and unbroken runs."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sage_jax.errors import ConfigError
+from sage_jax.sampling.stats import Stats
 from sage_jax.training.metrics import MetricsWriter, is_time_metric, read_metrics
 
 
@@ -47,6 +49,14 @@ def test_numbers_of_all_kinds_and_non_finite_ones(tmp_path):
     json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
 
 
+def test_the_samplers_figures_are_metrics_with_a_meaning(tmp_path):
+    figures = Stats(slots=4, sampled_tokens=3).metrics() | {"sampler/retraces": 0}
+    with MetricsWriter(tmp_path) as w:
+        w.write(0, figures)
+    documented = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    assert not [k for k in figures if f"`{k}`" not in documented] and all(map(is_time_metric, figures))
+
+
 def test_wrong_names_values_and_steps_are_refused(tmp_path):
     with MetricsWriter(tmp_path) as w:
         for name in ("Loss", "a b", "step", "/x", ""):
@@ -63,6 +73,10 @@ def test_wrong_names_values_and_steps_are_refused(tmp_path):
 
 
 def test_damage_inside_the_file_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\nxx\n{"step": 2}\n')
-    with pytest.raises(ConfigError, match="line 2"):
-        read_metrics(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    for damaged in ("xx", '{"a": 1}', "[1]", '{"step": null}'):
+        path.write_text(f'{{"step": 0}}\n{damaged}\n{{"step": 2}}\n')
+        with pytest.raises(ConfigError, match="line 2"):
+            read_metrics(tmp_path)
+    path.write_text('{"step": 0, "a": NaN}\n{"step": 1}\n{"step": 2, "a"')
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1]

@@ -1,6 +1,7 @@
 """The entry of every command: how it stops and what it says."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,26 @@ from sage_jax.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 WAITS = "import time\nfrom sage_jax import entry\ndef main(config, workdir):\n    print('ready', flush=True)\n    while True: time.sleep(0.1)\nentry.run(main, 'sage_jax.train')\n"
+
+
+@pytest.mark.parametrize(
+    ("backend", "there", "environment", "said"),
+    [
+        ("cpu", "/dev/nvidia[0-9]*", {}, r'pip install -e "\.\[cuda\]"'),
+        ("cpu", "/dev/accel[0-9]*", {}, r'pip install -e "\.\[tpu\]"'),
+        ("cpu", "/dev/vfio/[0-9]*", {"TPU_NAME": "t"}, r'pip install -e "\.\[tpu\]"'),
+        ("cpu", "/dev/vfio/[0-9]*", {}, "^$"),
+        ("cpu", "", {}, "^$"),
+        ("gpu", "/dev/nvidia[0-9]*", {}, "^$"),
+        ("cpu", "/dev/nvidia[0-9]*", {"JAX_PLATFORMS": "cpu"}, "^$"),
+    ],
+)
+def test_an_accelerator_that_jax_does_not_use_is_named(monkeypatch, backend, there, environment, said):
+    for name in ("JAX_PLATFORMS", "TPU_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(said, entry.unused_accelerator(backend, lambda pattern: ["/dev/it"] if pattern == there else []))
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "a shell's background job"])

@@ -133,7 +133,7 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     rolled = time.monotonic()
 
     # Rewards, and advantages within (chain, position) over the valid rollouts.
-    valid = [r.valid and not (a.early_stopped == "drop" and any(e.end is End.EARLY_STOPPED for e in r.episodes)) for r in rollouts]
+    valid = [is_sample(r, a.early_stopped) for r in rollouts]
     records = [chain_record(r.episodes, rl.detector) if ok else None for r, ok in zip(rollouts, valid)]
     paid = [rewards(rec, rl.reward, rl.no_code_reward) if rec is not None else np.zeros(len(r.tasks)) for rec, r in zip(records, rollouts)]
     advantages = chain_advantages(paid, [r.chain for r in rollouts], valid, rl.advantage)
@@ -161,6 +161,11 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
         "time/tokens_per_s": generated / max(rolled - started, 1e-9),
     }
     return state.next_step(), values
+
+
+def is_sample(rollout: Rollout, early_stopped: str) -> bool:
+    """Whether a rollout is trained; with `early_stopped` "drop", one of whose episodes was stopped is not (LOOP)."""
+    return rollout.valid and not (early_stopped == "drop" and any(e.end is End.EARLY_STOPPED for e in rollout.episodes))
 
 
 def _samples(rollouts: list[Rollout], valid: list[bool], advantages: list[np.ndarray]) -> list[Sample]:

@@ -15,6 +15,7 @@ from sage_jax.agent.prompts import NO_CODE, PromptSpec, observation, opening
 from sage_jax.agent.scripted import MODES, Script, ScriptedPolicy
 from sage_jax.agent.trajectory import End
 from sage_jax.errors import ConfigError
+from sage_jax.training.rl_loop import is_sample
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
 
@@ -203,6 +204,27 @@ def test_when_tries_run_out_the_rollout_is_no_sample(bench):
     assert not rollout.valid and len(rollout.episodes) == 1
     (e,) = rollout.episodes
     assert e.end is End.INFRASTRUCTURE_ERROR and e.judgement is None and "WorkerDied" in e.error and not e.turns
+
+
+def test_the_turn_that_reaches_the_budget_is_the_last(bench):
+    (rollout,) = play(bench, Says(code("print(1)")), dataclasses.replace(SPEC, episode_tokens=14), keep=False)  # 7 tokens a turn
+    for e in rollout.episodes:
+        assert e.end is End.BUDGET and len(e.turns) == 2 and e.turns[-1].observation == "1" and e.r == 0.0 and e.valid
+
+
+def test_an_episode_that_the_others_left_behind_is_stopped(bench):
+    """It is scored 0 and trained, or its rollout is no sample, as the config says."""
+
+    class FirstIsQuick(Says):
+        async def respond(self, conversation, key):
+            self.texts = (code("apis.supervisor.complete_task()"),) if "rollout0" in conversation.uid else (code("print(1)"),)
+            return await super().respond(conversation, key)
+
+    rollouts = play(bench, FirstIsQuick(), group=2, keep=False, early_stop=(1, 0.5))
+    quick, slow = ([(e.end, len(e.turns), e.r) for e in r.episodes] for r in rollouts)
+    assert [end for end, _, _ in quick] == [End.COMPLETED] * 3 and slow == [(End.EARLY_STOPPED, 1, 0.0)] * 3
+    assert all(e.judgement is None for e in rollouts[1].episodes)
+    assert [[is_sample(r, how) for r in rollouts] for how in ("zero", "drop")] == [[True, True], [True, False]]
 
 
 def test_rollouts_come_back_in_order(bench):

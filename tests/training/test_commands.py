@@ -150,6 +150,9 @@ def test_a_file_of_scenarios_is_a_split(mini_root, tmp_path, capsys, shared):
     (tmp_path / "mine.txt").write_text(f"{ids[0]}\n")
     with pytest.raises(ConfigError, match=r"another measurement.*tasks"):
         evaluate_command(config, tmp_path / "run", split=str(tmp_path / "mine.txt"), policy="scripted")
+    evaluate_command(config, tmp_path / "one", split=str(tmp_path / "mine.txt"), policy="scripted")
+    (row,) = json.loads((tmp_path / "one" / "summary.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
+    assert (row["tgc"], row["sgc"], row["skill_use"]) == (1.0, None, None), "a single task says nothing of scenarios and of skills"
 
 
 def test_another_policy_is_not_given_the_first_ones_numbers(mini_root, tmp_path, shared):

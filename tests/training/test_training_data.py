@@ -1,15 +1,40 @@
 """Scenario order and chain draws: deterministic, resumable, each at most once a step."""
 
+import itertools
 import json
 import subprocess
 import sys
 
 import pytest
 
+from configs import sage_demo
 from sage_jax.errors import ConfigError
+from sage_jax.training import chains
 from sage_jax.training.data import draw_chain, scenario_iterator
 
 IDS = [f"s{i}" for i in range(10)]
+
+
+def test_similar_tasks_make_a_chain(mini_root):
+    config = sage_demo.get_config()
+    config.chain.source = "similarity"
+    config.chain.length = 4
+    draw = chains.source(config, mini_root)
+    groups = mini_root.scenarios("train")
+    tasks = {t: mini_root.task(t) for ids in groups.values() for t in ids}
+    firsts = set()
+    for step, scenario in itertools.product(range(3), list(groups)[:4]):
+        first, *rest = draw(step, scenario)
+        assert first.scenario_id == scenario and [t.task_id for t in draw(step, scenario)] == [t.task_id for t in (first, *rest)]
+        near = {t: chains.jaccard(*(chains.word_bigrams(x.instruction) for x in (first, task))) for t, task in tasks.items() if t != first.task_id}
+        assert [near[t.task_id] for t in rest] == sorted(near.values(), reverse=True)[:3]
+        assert len({t.task_id for t in (first, *rest)}) == 4
+        firsts.add(first.task_id)
+    assert len(firsts) > 4, "the first task is drawn anew each step"
+    assert chains.word_bigrams("Give me, give ME!") == {("give", "me"), ("me", "give")}
+    config.chain.length = 99
+    with pytest.raises(ConfigError, match=r"chain.length=99 is more than the \d+ tasks of split train"):
+        chains.source(config, mini_root)
 
 
 def test_epochs_differ_and_hold_each_scenario_once():

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sage_jax.errors import WorkerDied
+from sage_jax.errors import WorkerDied, WorldOpenError
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
 from sage_jax.world.watch import tree_memory
@@ -143,6 +143,48 @@ def test_a_hostile_copy_cannot_reach_the_original(mini_root):
         return (await world.execute("print(1)")).text
 
     assert with_world(mini_root, steps) == "1\n"
+
+
+def test_a_copy_brings_its_files_and_refuses_what_cannot_be_copied(mini_root):
+    write = (
+        "io, posix = __import__('io'), __import__('posix')\n"
+        "posix.mkdir('d')\nposix.symlink('/etc/shadow', 'd/link')\n"
+        "with io.FileIO('d/f', 'w') as f: f.write(b'one')"
+    )
+    read = "io, posix = __import__('io'), __import__('posix')\nprint(io.FileIO('d/f').read(), posix.readlink('d/link'), posix.stat('d/f').st_uid == posix.getuid(), posix.listdir('..'))"
+
+    async def steps(pool, world):
+        await world.execute(write)
+        copy = await world.fork()
+        first = (await copy.execute(read)).text
+        await copy.execute("with __import__('io').FileIO('d/f', 'w') as f: f.write(b'two')")
+        inner = await copy.fork()
+        texts = [(await w.execute("print(__import__('io').FileIO('d/f').read())")).text for w in (inner, copy, world)]
+        await inner.close()
+        await copy.close()
+        # Something in the way of its folder is an error of the copy alone.
+        await world.execute(f"for n in range(1, {pool._outputs._serial + 20}):\n    try: posix.mkdir(f'../{{n}}')\n    except OSError: pass")
+        with pytest.raises(WorldOpenError, match="files could not be copied"):
+            await world.fork()
+        return first, texts, (await world.execute("print('lives')")).text
+
+    first, texts, lives = with_world(mini_root, steps)
+    assert first.startswith("b'one' /etc/shadow True")
+    assert texts == ["b'two'\n", "b'two'\n", "b'one'\n"] and lives == "lives\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without a user of its own, a world's processes are counted, not bounded")
+def test_a_copy_without_a_process_left_is_refused_and_the_world_lives(mini_root):
+    children = "posix = __import__('posix')\nfor _ in range(40):\n    try:\n        if posix.fork() == 0:\n            while True: __import__('select').select([], [], [], 1)\n    except BlockingIOError: break"
+
+    async def steps(pool, world):
+        assert not (await world.execute(children)).failed
+        with pytest.raises(WorldOpenError, match="temporarily unavailable"):
+            await world.fork()
+        assert pool._copy_slots._value == 4
+        return (await world.execute("print('lives')")).text
+
+    assert with_world(mini_root, steps) == "lives\n"
 
 
 def test_copies_end_with_the_pool_and_with_the_server(mini_root):

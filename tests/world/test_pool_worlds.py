@@ -14,6 +14,7 @@ import pytest
 from sage_jax.errors import ConfigError, DataRootError, WorkerDied, WorldOpenError
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.server import _runs
 
 LIMITS = Limits(output_chars=2000, memory_mb=400)
 
@@ -374,9 +375,11 @@ def test_killed_from_outside_while_idle(bench):
 def test_killed_server_is_replaced(bench):
     async def steps():
         world = await bench.pool.open(bench.tasks[0], experiment="unused", keep=False)
+        left = await world.execute("posix = __import__('posix')\nif (pid := posix.fork()) == 0:\n    posix.setsid()\n    while True: __import__('select').select([], [], [], 1)\nprint(pid)")
         running = asyncio.ensure_future(world.execute("while True: pass"))
         await asyncio.sleep(0.3)
-        pid = world.pid
+        pid = int(left.text)
+        assert os.path.exists(f"/proc/{pid}")
         os.kill(bench.pool.server_pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             await running
@@ -387,7 +390,7 @@ def test_killed_server_is_replaced(bench):
     pid = bench.run(steps())
     bench.healthy()
     assert bench.pool.server_starts > starts
-    assert not os.path.exists(f"/proc/{pid}")
+    assert not _runs(pid), "also what no kernel ends with its parent"
 
 
 def test_cancelled_call_ends_the_world(bench):

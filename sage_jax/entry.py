@@ -100,6 +100,8 @@ def lock(workdir: Path) -> int:
         pid = os.read(file, 32).decode().strip()
         os.close(file)
         raise ConfigError(f"process {pid} works in {workdir}. Wait until it ends, stop it, or choose another --workdir.") from None
+    except OSError as error:  # a file system that knows no locks
+        print(f"{workdir} cannot be locked ({error.strerror}): let no other process write there", file=sys.stderr)
     os.ftruncate(file, 0)
     os.write(file, f"{os.getpid()}\n".encode())
     return file

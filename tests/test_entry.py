@@ -1,5 +1,6 @@
 """The entry of every command: how it stops and what it says."""
 
+import errno
 import os
 import re
 import signal
@@ -34,6 +35,15 @@ def test_an_accelerator_that_jax_does_not_use_is_named(monkeypatch, backend, the
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert re.search(said, entry.unused_accelerator(backend, lambda pattern: ["/dev/it"] if pattern == there else []))
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(entry.fcntl, "flock", flock)
+    os.close(entry.lock(tmp_path))
+    assert "cannot be locked" in capsys.readouterr().err and int((tmp_path / ".lock").read_text()) == os.getpid()
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "a shell's background job"])

@@ -5,13 +5,13 @@ The layers, in the order in which a child takes them on (nothing of this can be 
   session      a session and process group of its own; dies with its parent
   descriptors  no descriptor but its one channel; standard streams are /dev/null
   environment  no variable of the trainer's but the few that the fork server was given
-  limits       private memory, address space, file size, open files, processes, no core dump
+  limits       private memory, address space, file size, open files, processor time, no core dump; processes, where uid is on
   uid          as root: a user id that no file or process has, without capabilities (see READ_SEARCH below)
   privileges   no new privileges, not traceable, no dump
   landlock     files: reads the interpreter and the packages without this project's own, writes its own folder, runs no program;
                no TCP; no signal and no abstract socket out of the sandbox
-  seccomp      no sockets, no signals but to itself and none that cannot be caught, no tracing, no namespaces, no mounts, no programs,
-               no System V memory, no memfd; without `uid` no change of modes, owners, times
+  seccomp      no sockets, no signals but to itself and none that cannot be caught, nor such as the kernel would send for it, no tracing,
+               no namespaces, no mounts, no programs, no shared memory without a file; without `uid` no change of modes, owners, times
 
 `uid` and Landlock overlap on purpose: Landlock lets stat, chmod and utime through and RLIMIT_NPROC does not bind root, which the uid closes;
 the uid alone would let the child read what all users may read. Where the interpreter lies in a folder that other users cannot enter

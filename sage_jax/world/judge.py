@@ -2,8 +2,7 @@
 
 The process is forked from the warm server for one evaluation and ends after it: it loads the ground truth, which
 neither the server nor any world ever holds, and a crash of it harms nothing else. `completed` is read from the saved
-supervisor state, so a world cannot claim it. What it does not yet protect against: the saved state is a list of SQL
-statements written by the process that ran the agent's code.
+supervisor state. The states are written by the engine's side of a world (`worker`), never by the process that ran the agent's code.
 """
 
 from __future__ import annotations

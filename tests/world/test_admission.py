@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -100,5 +101,17 @@ def test_waiting_and_recycling(mini_root, monkeypatch):
             one.limits = LIMITS
             await (await opened(one)).close()
             assert not os.path.exists(f"/proc/{old}") and not one._retired
+
+            # While a pool closes, no server is started.
+            world = await opened(one)
+            starts = one.server_starts
+            os.kill(one.server_pid, signal.SIGKILL)
+            closing = asyncio.ensure_future(one.close())
+            await asyncio.sleep(0)
+            for late in (opened(one), one._judge(world.place)):
+                with pytest.raises(RuntimeError, match="the pool is closed"):
+                    await late
+            await closing
+            assert one.server_starts == starts
 
     asyncio.run(whole())

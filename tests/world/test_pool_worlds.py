@@ -12,6 +12,7 @@ import time
 import pytest
 
 from sage_jax.errors import ConfigError, DataRootError, WorkerDied, WorldOpenError
+from sage_jax.world import server
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
 from sage_jax.world.server import _runs
@@ -79,11 +80,11 @@ def bench(mini_root, tmp_path_factory):
     bench = Bench(mini_root, tmp_path_factory.mktemp("kept"))
     scratch = bench.pool._outputs.scratch
     yield bench
-    server = bench.pool.server_pid
+    pid = bench.pool.server_pid
     bench.run(bench.pool.close())
     bench.run(bench.pool.close())
     assert not scratch.exists()
-    assert not os.path.exists(f"/proc/{server}")
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 # Results and flags.
@@ -391,6 +392,20 @@ def test_killed_server_is_replaced(bench):
     bench.healthy()
     assert bench.pool.server_starts > starts
     assert not _runs(pid), "also what no kernel ends with its parent"
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_not_waited_for(bench, monkeypatch):
+    monkeypatch.setattr(server, "_DEATH_S", 0.5)
+
+    async def steps(world):
+        os.kill(bench.pool.server_pid, signal.SIGSTOP)
+        os.kill(world.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="the fork server ended"):
+            await asyncio.wait_for(world.execute("print(1)"), 20)
+
+    bench.in_world(steps)
+    bench.healthy()
 
 
 def test_cancelled_call_ends_the_world(bench):

@@ -6,17 +6,19 @@ finite is written as null in the line, with its name under "nonfinite", and not 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from sage_jax.errors import ConfigError
 from sage_jax.report.episodes import write_text
@@ -71,10 +73,10 @@ class MetricsWriter:
             write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._last_step = kept[-1]["step"] if kept else 0
         self._file = path.open("a")
-        self._events = EventFileWriter(str(self._dir / "tensorboard"))
+        self._events = _EventFile(self._dir / "tensorboard")
         start = event_pb2.Event(wall_time=time.time(), step=resume_step)
         start.session_log.status = event_pb2.SessionLog.START  # TensorBoard drops what older files say from here on
-        self._events.add_event(start)
+        self._events.add(start)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Writes one line and flushes it. Steps may repeat (training and evaluation of one step) but not go back.
@@ -103,10 +105,7 @@ class MetricsWriter:
             for k, v in line.items()
             if k not in RESERVED and v is not None
         ]
-        self._events.add_event(
-            event_pb2.Event(wall_time=line["wall_time_s"], step=step, summary=summary_pb2.Summary(value=values))
-        )
-        self._events.flush()
+        self._events.add(event_pb2.Event(wall_time=line["wall_time_s"], step=step, summary=summary_pb2.Summary(value=values)))
         self._last_step = int(step)
 
     def close(self) -> None:
@@ -120,6 +119,29 @@ class MetricsWriter:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+class _EventFile:
+    """A TensorBoard event file of its own, written in the caller's thread.
+
+    TensorBoard's own writer has a thread, for which `close` may wait two minutes if Ctrl-C came while something was handed to it.
+    """
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"  # as readers expect
+        self._records = RecordWriter((folder / name).open("wb"))
+        self.add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, event: event_pb2.Event) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
+
+
+_NUMBERS = itertools.count()
 
 
 def _number(name: str, value: Any) -> float | int:

@@ -1,6 +1,7 @@
 """metrics.jsonl and TensorBoard events of broken, resumed and unbroken runs."""
 
 import json
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -33,6 +34,17 @@ def test_resumed_file_equals_unbroken_one(tmp_path):
     events = EventAccumulator(str(tmp_path / "b" / "tensorboard"), purge_orphaned_data=True)
     events.Reload()
     assert [e.step for e in events.Scalars("update/loss")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_writing_needs_no_thread(tmp_path):
+    """Closing would wait for it, and after Ctrl-C in the wrong moment for long."""
+    before = threading.active_count()
+    with MetricsWriter(tmp_path) as w:
+        w.write(0, {"a": 1})
+        assert threading.active_count() == before
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert [e.value for e in events.Scalars("a")] == [1], "what is written is there before the file is closed"
 
 
 def test_new_run_in_an_old_folder_starts_empty(tmp_path):

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import stat
+from collections.abc import Iterable
 
 
 def parent_of(pid: int) -> int:
@@ -49,9 +50,9 @@ def _status(pid: int) -> dict[str, int]:
     return fields
 
 
-def tree_memory(pid: int, each: int = 0) -> int:
-    """`memory` of a process and its descendants, beyond `each` bytes that every one of them inherited."""
-    return sum(max(0, memory(one) - each) for one in descendants(pid))
+def tree_memory(pids: Iterable[int], each: int = 0) -> int:
+    """`memory` of processes, beyond `each` bytes that every one of them inherited."""
+    return sum(max(0, memory(one) - each) for one in pids)
 
 
 def descendants(pid: int) -> list[int]:
@@ -84,10 +85,10 @@ def folder_bytes(folder: str) -> int:
     return total
 
 
-def deleted_bytes(pid: int) -> int:
-    """Bytes of files that a process and its descendants hold open and that have no name any more, as far as this user may look."""
+def deleted_bytes(pids: Iterable[int]) -> int:
+    """Bytes of files that processes hold open and that have no name any more, as far as this user may look."""
     held = {}
-    for one in descendants(pid):
+    for one in pids:
         with contextlib.suppress(OSError):
             for number in os.listdir(f"/proc/{one}/fd"):
                 with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import pytest
 from sage_jax.errors import WorkerDied, WorldOpenError
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
-from sage_jax.world.watch import tree_memory
+from sage_jax.world.watch import descendants, tree_memory
 
 LIMITS = Limits(output_chars=5000)
 LOGIN = (
@@ -246,6 +246,6 @@ def test_memory_of_a_tree_counts_children_once():
 
     with subprocess.Popen([sys.executable, "-c", "x = bytearray(50_000_000)\nprint(1, flush=True)\ninput()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        held = tree_memory(child.pid)
-        assert 50e6 < held < 120e6 and tree_memory(child.pid, 30_000_000) == held - 30_000_000
+        held = tree_memory(descendants(child.pid))
+        assert 50e6 < held < 120e6 and tree_memory([child.pid], 30_000_000) == held - 30_000_000
         child.stdin.close()

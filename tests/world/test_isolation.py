@@ -10,8 +10,9 @@ import struct
 import pytest
 
 from sage_jax.errors import ConfigError
-from sage_jax.world.isolation import LAYERS, IsolationError, Layer, describe, readable_paths, seccomp_program
+from sage_jax.world.isolation import LAYERS, Layer, describe, readable_paths
 from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.seccomp import IsolationError, seccomp_program
 
 
 def run(root, *codes, **options):

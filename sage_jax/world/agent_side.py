@@ -76,6 +76,7 @@ class Agent:
         self._at_start = 1 << 62  # memory; unknown until it has started
         self._frames = protocol.Frames(12 * world.spec["output_chars"] + (1 << 25))
         self._waiting: collections.deque[dict[str, Any]] = collections.deque()  # frames that were not looked at yet
+        self._copies: dict[int, int] = {}  # process id -> handle of copies, whose own engine's side watches them
 
     def start(self) -> None:
         """Forks it and waits until its isolation is on.
@@ -120,6 +121,8 @@ class Agent:
 
     def forget(self) -> None:
         """In a copy of this process: lets go of the original's agent."""
+        for handle in self._copies.values():
+            os.close(handle)
         if self.ended is None:
             self.channel.close()
             os.close(self._handle)
@@ -229,16 +232,33 @@ class Agent:
 
     def watch(self) -> None:
         """Raises Ended if it or the world it works in has grown too large."""
-        plan, spec, tree = self._world.plan, self._world.spec, descendants(self.pid)
+        plan, spec = self._world.plan, self._world.spec
+        self._forget_dead_copies()
+        tree = descendants(self.pid, self._copies)
         if tree_memory(tree, self._at_start) > plan.memory_bytes:
             self.end("memory", f"The code and its processes took more than {plan.memory_bytes >> 20} MiB of memory.")
         if memory(os.getpid()) - self._world.at_start > plan.memory_bytes // 2:
             self.end("memory", f"The data of the world took more than {plan.memory_bytes >> 21} MiB of memory.")
+        # Each has its own folder; what is beside them is bounded with some room, for a copy ends for its files alone.
         deleted, disk = deleted_bytes(tree), spec["disk_bytes"]
-        if folder_bytes(spec["folder"]) + deleted > disk or folder_bytes(plan.writable) + deleted > disk * self._world.count_folders():
+        if folder_bytes(spec["folder"]) + deleted > disk or folder_bytes(plan.writable) + deleted > disk * (2 * self._world.count_folders() - 1):
             self.end("disk", f"The code wrote more than {disk >> 20} MiB of files.")
         if "uid" in plan.off and len(tree) > plan.processes:  # with a user of its own, a limit bounds them
             self.end("processes", f"The code started more than {plan.processes} processes.")
+
+    def add_copy(self, pid: int, handle: int) -> None:
+        """Takes a handle on a copy that this process forked: it is a world of its own."""
+        self._copies[pid] = handle
+
+    def _forget_dead_copies(self) -> None:
+        poll = select.poll()
+        for handle in self._copies.values():
+            poll.register(handle, select.POLLIN)
+        dead = {handle for handle, _ in poll.poll(0)}
+        for pid, handle in list(self._copies.items()):
+            if handle in dead:  # its number may be another's by now
+                os.close(handle)
+                del self._copies[pid]
 
     def kill(self) -> None:
         """Ends it and all of its session."""

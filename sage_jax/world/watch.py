@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import stat
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 
 def parent_of(pid: int) -> int:
@@ -55,8 +55,8 @@ def tree_memory(pids: Iterable[int], each: int = 0) -> int:
     return sum(max(0, memory(one) - each) for one in pids)
 
 
-def descendants(pid: int) -> list[int]:
-    """The process and all below it, at most about 10,000."""
+def descendants(pid: int, without: Container[int] = ()) -> list[int]:
+    """The process and all below it, but for those in `without` and what is below them; at most about 10,000."""
     found, open_ones = [], [pid]
     while open_ones and len(found) < 10_000:
         one = open_ones.pop()
@@ -64,7 +64,7 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{one}/task"):
                 with contextlib.suppress(OSError), open(f"/proc/{one}/task/{thread}/children") as children:
-                    open_ones += map(int, children.read().split())
+                    open_ones += [child for child in map(int, children.read().split()) if child not in without]
     return found
 
 

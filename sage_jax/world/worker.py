@@ -143,6 +143,7 @@ class World:
                 return {"refused": str(error)}
             if copy:
                 _copies.append(copy)
+                self.agent.add_copy(pid, os.dup(handle))
                 return {"pid": copy}
             try:
                 _libc.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -143,6 +144,25 @@ def test_a_hostile_copy_cannot_reach_the_original(mini_root):
         return (await world.execute("print(1)")).text
 
     assert with_world(mini_root, steps) == "1\n"
+
+
+def test_what_copies_hold_is_not_the_original_s(mini_root):
+    async def steps(pool, world):
+        copies = [await world.fork() for _ in range(2)]
+        for copy in copies:
+            assert not (await copy.execute("x = bytearray(150 * 10**6)\nwith __import__('io').FileIO('f', 'w') as f: f.write(bytes(10**7))")).failed
+        await asyncio.sleep(1.2)  # two looks at the idle ones
+        texts = [(await w.execute("print('lives')")).text for w in (world, *copies)]
+        for copy in copies:
+            await copy.close()
+        return texts
+
+    pool = _SHARED[1]
+    pool.limits = dataclasses.replace(LIMITS, memory_mb=200, disk_mb=16)
+    try:
+        assert with_world(mini_root, steps) == ["lives\n"] * 3
+    finally:
+        pool.limits = LIMITS
 
 
 def test_a_copy_brings_its_files_and_refuses_what_cannot_be_copied(mini_root):

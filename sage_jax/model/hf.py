@@ -122,6 +122,7 @@ def save_hf(
     part.mkdir()
     try:
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        (part / "model.safetensors").chmod(0o644)  # the library makes it for its owner alone
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (part / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         if tokenizer is not None:

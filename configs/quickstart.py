@@ -12,10 +12,10 @@ def get_config(arg=None):
     c = sage_demo.get_config()
     c.run.base = True
     c.run.splits = ("test_normal",)
-    c.rl.steps = 6
+    c.rl.steps = 4
     c.eval.scenarios = 16
     c.eval.runs = 0
-    c.eval.every = 3
+    c.eval.every = 2
     c.eval.keep_outputs = True
     return common.with_arg(c, arg, from_scratch=from_scratch, smoke=smoke, runlocal=smoke)
 

@@ -131,10 +131,12 @@ async def _attempt(task, policy, worlds, spec, conversation, key, rollout, posit
     if early is not None:
         last = await early.last_turn(rollout, len(turns))
         if last is not None and len(turns) > last:
-            turns, end, judgement = turns[:last], End.EARLY_STOPPED, None
+            turns, end = turns[:last], End.EARLY_STOPPED
             _cut(conversation, len(messages), last)
             checked = {s.id: s.verified for s in written}
             written = tuple(dataclasses.replace(s, verified=checked.get(s.id)) for s in _written(turns, origin))
+    if end is End.EARLY_STOPPED:
+        judgement = None  # whether it was stopped at once or cut afterwards
     return _record(task, rollout, position, conversation, turns, end, judgement, offered, tuple(verdicts), written)
 
 

@@ -168,7 +168,7 @@ def resident():
 
 @pytest.mark.slow
 def test_random_kills(mini_root):
-    figures = chaos(mini_root, 120, 8, 0.4)
+    figures = chaos(mini_root, 60, 8, 0.4)
     assert figures["kills of worlds"] and figures["kills of code"]
 
 

@@ -28,7 +28,6 @@ def get_config(arg=None):
     c.sft.steps = 550
     c.sft.short_steps = 250
     c.sft.batch = 32
-    c.sft.weights.call = 0.5  # calls are learned soon
     c.sft.second_steps = 400
     return common.with_arg(c, arg, runlocal=runlocal)
 

@@ -59,6 +59,7 @@ def test_wrong_values_raise_at_start(key, value, message):
     config = quickstart.get_config("from_scratch")
     config.mesh.fsdp = 2
     config.agent.early_stop_turn = 2
+    config.sft.weights.call = 0.5
     checks.check_train(config)
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ConfigError, match=message):

@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from sage_jax.agent.chain import Progress, Rollout
 from sage_jax.agent.prompts import rough_tokens
-from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import ConfigError
 from sage_jax.report.episodes import append_episodes, read_episodes, write_episodes, write_text
@@ -82,16 +81,16 @@ def measure(
     started = time.monotonic()
     indices = ([0] if e.greedy else []) + list(range(1, e.runs + 1))
     sizes = {scenario: len(ids) - (e.library == "reference") for scenario, ids in groups}
+    asked = sum(sizes.values())
     done = _finished(folder, indices, sizes)
     engine = setup.sampler(config, loaded) if loaded is not None else None
     try:
-        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, indices, sum(sizes.values()), session.pool, folder, done))
+        runs = session.run(_run(config, root, loaded, engine, f"{name}/{label}", split, groups, indices, asked, session.pool, folder, done))
     finally:
         if engine is not None:
             engine.close()
     for index, episodes in zip(indices, runs):
         write_episodes(folder / f"run{index}.jsonl", episodes)
-    asked = sum(sizes.values())
     if all(episode.valid for episodes in runs for episode in episodes):
         about = {"arm": name, "split": label, "asked": asked, "runs": indices, "seconds": round(time.monotonic() - started, 1), "identity": identity}
         write_text(folder / "arm.json", json.dumps(about) + "\n")
@@ -155,12 +154,11 @@ def _finished(folder: Path, indices: Sequence[int], sizes: Mapping[str, int]) ->
     return found
 
 
-async def _run(config, root, loaded, engine, name, split, indices, asked, pool, folder, done) -> list[list[Episode]]:
+async def _run(config, root, loaded, engine, name, split, groups, indices, asked, pool, folder, done) -> list[list[Episode]]:
     e = config.eval
-    groups = list(root.scenarios(split).items())[: e.scenarios or None]
     facts = None
     if loaded is None:
-        scripted = ScriptedPolicy(config.collect.modes.to_dict(), reuse=config.collect.reuse, seed=config.seed, first_page=config.collect.first_page)
+        scripted = setup.scripted_policy(config)
         facts = setup.scripts(root, [t for _, ids in groups for t in ids])
         policies = {i: scripted for i in indices}
     else:

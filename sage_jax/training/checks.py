@@ -12,7 +12,6 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from sage_jax.agent.early_stop import EarlyStop
-from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.errors import ConfigError, DataRootError
 from sage_jax.model.hf import DTYPES
 from sage_jax.model.tokenizer import SMALLEST_BPE, Tokenizer
@@ -105,7 +104,7 @@ def check_collect(config: ConfigDict) -> None:
     """The rules of episodes and the demonstrations."""
     check_episodes(config)
     c = config.collect
-    ScriptedPolicy(c.modes.to_dict(), reuse=c.reuse, seed=config.seed, first_page=c.first_page)
+    setup.scripted_policy(config)
     if config.world.kind != "miniworld":
         raise ConfigError("only the mini world has solutions to collect from (world.kind=miniworld)")
     if c.vocab_size and c.vocab_size < SMALLEST_BPE:

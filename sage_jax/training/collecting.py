@@ -14,7 +14,6 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from sage_jax.agent.chain import Progress, run_chains
-from sage_jax.agent.scripted import ScriptedPolicy
 from sage_jax.agent.trajectory import Episode
 from sage_jax.errors import SageError
 from sage_jax.report.episodes import read_episodes, write_episodes, write_text
@@ -101,7 +100,7 @@ async def _collect(config: ConfigDict, root: DataRoot, number: int, pool: WorldP
     episodes: list[Episode] = []
     with bar("collect", sum(len(ids) for _, _, chosen in passes for ids in chosen.values())) as advance:
         for index, (kind, weights, chosen) in enumerate(passes):
-            policy = ScriptedPolicy(weights, reuse=c.reuse, seed=config.seed, first_page=c.first_page)
+            policy = setup.scripted_policy(config, weights)
             spec = setup.episode_spec(config, keep_outputs=False, kind=kind)
             chains = [
                 [root.task(t) for t in draw_chain(config.seed, index, scenario, ids, len(ids))] for scenario, ids in chosen.items()

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from sage_jax.agent.episode import EpisodeSpec
 from sage_jax.agent.jax_policy import JaxPolicy
 from sage_jax.agent.prompts import PromptSpec, opening
-from sage_jax.agent.scripted import Script
+from sage_jax.agent.scripted import Script, ScriptedPolicy
 from sage_jax.errors import ConfigError
 from sage_jax.model.chat import ChatRenderer
 from sage_jax.model.config import ModelConfig, pad_vocab
@@ -253,6 +253,12 @@ def opening_tokens(config: ConfigDict, task: Task, tokenizer: Tokenizer) -> int:
     messages, _ = opening(task, (), spec.prompt, lambda text: len(tokenizer.encode(text)))
     renderer = ChatRenderer(tokenizer)
     return len(renderer.full(messages)[0]) + len(renderer.open_turn([]))
+
+
+def scripted_policy(config: ConfigDict, modes: Mapping[str, float] | None = None) -> ScriptedPolicy:
+    """The policy of `config.collect`, with other frequencies of modes if given. Raises ConfigError for unknown modes or bad frequencies."""
+    c = config.collect
+    return ScriptedPolicy(c.modes.to_dict() if modes is None else modes, reuse=c.reuse, seed=config.seed, first_page=c.first_page)
 
 
 def scripts(root: DataRoot, task_ids: list[str]) -> dict[str, dict]:

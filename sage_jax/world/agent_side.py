@@ -210,10 +210,7 @@ class Agent:
             try:
                 data = data[self.channel.send(data) :]
             except BlockingIOError:
-                poll = select.poll()
-                poll.register(self.channel, select.POLLOUT)
-                if not poll.poll(1000 * max(0.0, deadline - clock())):
-                    self.end("time", "The code did not read what it had asked for.")
+                self._wait_for_room(deadline, "The code did not read what it had asked for.")
             except OSError:
                 self._reap()
 
@@ -223,12 +220,16 @@ class Agent:
                 socket.send_fds(self.channel, [b"d"], [descriptor])
                 return
             except BlockingIOError:
-                poll = select.poll()
-                poll.register(self.channel, select.POLLOUT)
-                if not poll.poll(1000 * max(0.0, deadline - clock())):
-                    self.end("time", "The code did not read what it was sent.")
+                self._wait_for_room(deadline, "The code did not read what it was sent.")
             except OSError:
                 self._reap()
+
+    def _wait_for_room(self, deadline: float, text: str) -> None:
+        """Until the channel takes more; raises Ended with `text` at the deadline."""
+        poll = select.poll()
+        poll.register(self.channel, select.POLLOUT)
+        if not poll.poll(1000 * max(0.0, deadline - clock())):
+            self.end("time", text)
 
     def watch(self) -> None:
         """Raises Ended if it or the world it works in has grown too large."""

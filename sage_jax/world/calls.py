@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sage_jax import errors
 from sage_jax.errors import ConfigError, InfrastructureError, SageError, WorkerDied
+from sage_jax.world.roots import DataRoot, tasks_digest
 from sage_jax.world.types import InstallVerdict, Judgement, StepResult
 
 if TYPE_CHECKING:
     from sage_jax.world.pool import PoolWorld, WorldPool
 
 OPERATIONS = ("open", "execute", "install", "completed", "evaluate", "fork", "record_lm_calls", "close")
+
+
+def about(pool: WorldPool, root: DataRoot) -> dict[str, Any]:
+    """What a caller elsewhere must know of a pool before it opens worlds: {max_open, tasks, layers} as plain values."""
+    layers = {name: [layer.on, layer.reason] for name, layer in pool.layers.items()}
+    return {"max_open": pool.max_open, "tasks": tasks_digest(root), "layers": layers}
 
 
 class CalledWorld(abc.ABC):

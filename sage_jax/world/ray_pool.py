@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_jax.errors import ConfigError, InfrastructureError, SageError, WorkerDied, WorldOpenError
-from sage_jax.world.calls import CalledWorld, OpenWorlds, value_of
+from sage_jax.world.calls import CalledWorld, OpenWorlds, about, value_of
 from sage_jax.world.isolation import Layer
 from sage_jax.world.pool import Limits, WorldPool
 from sage_jax.world.roots import open_root, tasks_digest
@@ -54,8 +54,7 @@ class _Host:
                 pool, self._pool = self._pool, None
                 return {"value": await pool.close()}
             if operation == "about":
-                tasks = tasks_digest(open_root(self._root))
-                return {"value": {"max_open": self._pool.max_open, "tasks": tasks, "layers": {n: [x.on, x.reason] for n, x in self._pool.layers.items()}}}
+                return {"value": about(self._pool, open_root(self._root))}
         except SageError as error:
             return {"error": [type(error).__name__, str(error)]}
         return await self._worlds.answer(operation, world, arguments)

@@ -88,7 +88,7 @@ class Child:
             if not self.ended.done():
                 await asyncio.wait({self.ended}, timeout=_DEATH_S)
             if not self.ended.done():
-                self._abandon()
+                self._server.abandon()  # it hangs; that ends this child too
             raise ChildDied(self.ended.result())
         except asyncio.CancelledError:
             self.kill()
@@ -101,16 +101,13 @@ class Child:
         if not self.ended.done():
             self._server.tell(op="kill", id=self.id)
 
-    def _abandon(self) -> None:
-        self._server.abandon()  # it hangs; that ends this child too
-
     async def end(self, seconds: float) -> None:
         """Kills the process and waits until it is reaped; a server that does not manage that is ended too."""
         self.kill()
         if not self.ended.done():
             await asyncio.wait({self.ended}, timeout=seconds)
         if not self.ended.done():
-            self._abandon()
+            self._server.abandon()
         if self._writer is not None:
             self._writer.close()
 

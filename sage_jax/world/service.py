@@ -25,9 +25,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sage_jax.errors import ConfigError
-from sage_jax.world.calls import OpenWorlds
+from sage_jax.world.calls import OpenWorlds, about
 from sage_jax.world.pool import WorldPool
-from sage_jax.world.roots import DataRoot, tasks_digest
+from sage_jax.world.roots import DataRoot
 
 POLL_S = 20.0  # how long an answer may take before it says "pending"
 
@@ -88,8 +88,7 @@ class Service:
     async def _about(self, request: Request) -> JSONResponse:
         if refused := self._refused(request):
             return refused
-        layers = {name: [layer.on, layer.reason] for name, layer in self._pool.layers.items()}
-        return JSONResponse({"boot": self.boot, "tasks": tasks_digest(self._root), "kind": self._root.kind, "layers": layers, "lease_s": self.lease_s, "max_open": self._pool.max_open})
+        return JSONResponse({"boot": self.boot, "kind": self._root.kind, "lease_s": self.lease_s, **about(self._pool, self._root)})
 
     async def _ping(self, request: Request) -> JSONResponse:
         if refused := self._refused(request):

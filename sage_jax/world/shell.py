@@ -33,7 +33,7 @@ from IPython.utils.capture import capture_output
 from sage_jax.world import isolation
 from sage_jax.world.channel import Channel
 
-_FAILED = "Execution failed. Traceback:\n"  # how the engine begins the observation of a failed step
+FAILED = "Execution failed. Traceback:\n"  # how the engine begins the observation of a failed step
 _exec = exec  # while agent code runs, the engine may replace builtins
 _AGAIN = 0.5  # seconds until code that swallowed the interrupt is interrupted again
 
@@ -171,7 +171,7 @@ class Shell:
             # What the engine lets through: exits, interrupts, and source that Python cannot even take as text.
             self.world.safety_guard.disable()
             raised = error
-            text = f"{_FAILED}{type(error).__name__}: {error}"
+            text = f"{FAILED}{type(error).__name__}: {error}"
         outcome = self.outcome
         if raised is None and outcome is not None:
             raised = outcome.error_before_exec or outcome.error_in_exec

@@ -190,7 +190,7 @@ class World:
         except Ended as end:
             if end.limit is None:
                 reply["outside"] = end.text
-            reply |= {"limit": end.limit, "text": f"{_FAILED}{end.text} The environment is lost.", "lost": True}
+            reply |= {"limit": end.limit, "text": f"{shell.FAILED}{end.text} The environment is lost.", "lost": True}
         reply["completed"] = judge.is_completed(self.database)
         self.world.environment_io.append({"input": shell.clean(code), "output": reply["text"]})
         return reply
@@ -263,7 +263,6 @@ class World:
 
 
 _MARKER_CHARS = 64  # what `shell.cut` writes in place of what it drops
-_FAILED = "Execution failed. Traceback:\n"
 
 
 class _alarm:

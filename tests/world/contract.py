@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
 
 from sage_jax.errors import ConfigError, WorkerDied
 from sage_jax.world.miniworld.references import load_reference
-from sage_jax.world.pool import Limits
+from sage_jax.world.pool import Limits, WorldPool
 
 LIMITS = Limits(output_chars=2000, memory_mb=400, execute_s=4.0, grace_s=1.5)
 CODES = (
@@ -37,6 +38,17 @@ class Skill:
 
 
 SKILLS = (Skill("double@1", "double", "def double(n):\n    return 2 * n"), Skill("bad@1", "bad", "def bad(:"))
+
+
+@contextlib.contextmanager
+def running(root, limits):
+    """(loop, pool) for all tests of a file: a start takes seconds."""
+    loop = asyncio.new_event_loop()
+    pool = WorldPool(root.path, limits=limits, outputs=None, max_open=4)
+    loop.run_until_complete(pool.start())
+    yield loop, pool
+    loop.run_until_complete(pool.close())
+    loop.close()
 
 
 async def transcript(pool, root) -> list:

@@ -10,10 +10,11 @@ import signal
 import time
 
 import pytest
+from contract import running
 
 from sage_jax.errors import WorkerDied, WorldOpenError
 from sage_jax.world.miniworld.references import load_reference
-from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.pool import Limits
 from sage_jax.world.watch import descendants, tree_memory
 
 LIMITS = Limits(output_chars=5000)
@@ -42,14 +43,8 @@ WRITE = "apis.simple_note.create_note(access_token=tokens['simple_note'], title=
 
 @pytest.fixture(scope="module", autouse=True)
 def shared(mini_root):
-    """One loop and one pool for the tests of this file: a start takes seconds."""
-    loop = asyncio.new_event_loop()
-    pool = WorldPool(mini_root.path, limits=LIMITS, outputs=None, max_open=4)
-    loop.run_until_complete(pool.start())
-    _SHARED[:] = [loop, pool]
-    yield
-    loop.run_until_complete(pool.close())
-    loop.close()
+    with running(mini_root, LIMITS) as _SHARED[:]:
+        yield
 
 
 _SHARED: list = []

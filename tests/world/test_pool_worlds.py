@@ -16,6 +16,7 @@ from sage_jax.world import server
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
 from sage_jax.world.server import _runs
+from sage_jax.world.watch import descendants
 
 LIMITS = Limits(output_chars=2000, memory_mb=400)
 
@@ -274,7 +275,7 @@ def test_memory_that_is_taken_between_steps(bench):
         first = await world.execute(left)
         for _ in range(100):
             await asyncio.sleep(0.1)
-            if not _descendants(world.pid):
+            if not descendants(world.pid)[1:]:
                 break
         return first, await world.execute("print(1)")
 
@@ -345,10 +346,10 @@ def test_grandchildren_are_killed(bench):
     (step,) = bench.execute(code)
     pid = int(step.text)
     deadline = time.time() + 10
-    while time.time() < deadline and _descendants(bench.pool.server_pid):
+    while time.time() < deadline and descendants(bench.pool.server_pid)[1:]:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")
-    assert not _descendants(bench.pool.server_pid)
+    assert not descendants(bench.pool.server_pid)[1:]
     bench.healthy()
 
 
@@ -621,9 +622,3 @@ def test_start_that_cannot_work(tmp_path):
     (tmp_path / "data" / "tasks" / "abc1234_1" / "specs.json").write_text("{}")
     with pytest.raises(WorldOpenError, match="could not warm up"):
         asyncio.run(start(tmp_path))
-
-
-def _descendants(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        direct = [int(word) for word in children.read().split()]
-    return direct + [deeper for child in direct for deeper in _descendants(child)]

@@ -11,7 +11,7 @@ import socket
 import httpx
 import pytest
 import uvicorn
-from contract import LIMITS, transcript
+from contract import LIMITS, running, transcript
 
 from sage_jax.errors import ConfigError, WorkerDied
 from sage_jax.world import service as service_module
@@ -27,14 +27,8 @@ TOKEN = "a-token-for-tests"
 
 @pytest.fixture(scope="module", autouse=True)
 def shared(mini_root):
-    """One loop and one pool for the tests of this file: a start takes seconds."""
-    loop = asyncio.new_event_loop()
-    pool = WorldPool(mini_root.path, limits=LIMITS, outputs=None, max_open=4)
-    loop.run_until_complete(pool.start())
-    _SHARED[:] = [loop, pool]
-    yield
-    loop.run_until_complete(pool.close())
-    loop.close()
+    with running(mini_root, LIMITS) as _SHARED[:]:
+        yield
 
 
 _SHARED: list = []

@@ -18,6 +18,7 @@ import pytest
 from sage_jax.errors import InfrastructureError
 from sage_jax.world.miniworld.references import load_reference
 from sage_jax.world.pool import Limits, WorldPool
+from sage_jax.world.watch import descendants
 
 LIMITS = Limits(output_chars=3000)
 
@@ -126,7 +127,7 @@ def chaos(root, episodes, side_by_side, every_s):
             first = [next(waiting) for _ in range(warm)]
             await asyncio.gather(*(episode(pool, root, n) for n in first))
             gc.collect()
-            before = resident(), len(os.listdir("/proc/self/fd")), processes(pool.server_pid)
+            before = resident(), len(os.listdir("/proc/self/fd")), len(descendants(pool.server_pid))
             killing = asyncio.create_task(killer())
             started = time.monotonic()
             await asyncio.gather(*(worker() for _ in range(side_by_side)))
@@ -137,7 +138,7 @@ def chaos(root, episodes, side_by_side, every_s):
                 if not children(pool.server_pid):
                     break
             gc.collect()
-            after = resident(), len(os.listdir("/proc/self/fd")), processes(pool.server_pid)
+            after = resident(), len(os.listdir("/proc/self/fd")), len(descendants(pool.server_pid))
             figures["servers started"] = pool.server_starts
             scratch = pool._outputs.scratch
             left = [p.name for p in (scratch / "agents").iterdir()] + list((scratch / "view" / "experiments" / "outputs").iterdir())
@@ -159,10 +160,6 @@ def children(pid):
         return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-def processes(pid):
-    return 1 + sum(processes(c) for c in children(pid))
 
 
 def resident():

@@ -80,6 +80,7 @@ def base() -> ConfigDict:
     c.rl.detector = "called"  # "called" or "lexical"
     c.rl.no_code_reward = -1.0
     c.rl.advantage = "mean"  # "mean" (SAGE), "loo" (LOOP), "std" (GRPO)
+    c.rl.negative_weight = 1.0  # factor of the negative advantages, 0 to 1; below 1 less is learned from failures
     c.rl.normaliser = "sequence"  # "sequence" (SAGE), "token", "constant"
     c.rl.constant = 1024.0  # used by normaliser "constant"
     c.rl.clip_low = 0.2
@@ -129,6 +130,7 @@ def base() -> ConfigDict:
     c.collect.modes.repair_inline = 0.05
     c.collect.reuse = 1.0  # probability of calling a skill that is there
     c.collect.first_page = 0.0  # probability that statements without a function read the first page of a list only
+    c.collect.page_limit = 5  # entries of such a page (5 is the apps' default)
     c.collect.train_failed_turns = False
 
     c.sft = ConfigDict()

@@ -18,8 +18,9 @@ def get_config(arg=None):
     c.collect.passes = 1
     # What one is in a hurry to write reads the first page; what is kept for later tasks reads all. RL can tell them apart.
     c.collect.first_page = 0.8
-    c.collect.modes.inline = 0.45
-    c.collect.modes.function = 0.35
+    c.collect.page_limit = 3
+    c.collect.modes.inline = 0.55
+    c.collect.modes.function = 0.3
     c.collect.modes.lookup_function = 0.04
     c.collect.modes.lookup_inline = 0.04
     c.collect.modes.repair_function = 0.06

@@ -45,21 +45,24 @@ class ScriptedPolicy:
       reuse: in [0, 1].
       first_page: probability in [0, 1] that statements written for the task at hand read the first page of a list only. They
         pass where what is asked for happens to stand there; functions, written for later tasks too, read all pages.
+      page_limit: entries of such a first page, at least 1.
       seed: of the choices; each depends on (seed, the key's path), never on order.
     """
 
     has_ids = False
 
-    def __init__(self, weights: Mapping[str, float], *, reuse: float, seed: int, first_page: float = 0.0):
+    def __init__(self, weights: Mapping[str, float], *, reuse: float, seed: int, first_page: float = 0.0, page_limit: int = 5):
         unknown = set(weights) - set(MODES)
         if unknown:
             raise ConfigError(f"unknown demonstration mode {sorted(unknown)}; valid: {', '.join(MODES)}")
         if not sum(weights.values()) > 0 or min(weights.values()) < 0:
             raise ConfigError(f"demonstration weights must not be negative and not all zero, got {dict(weights)}")
+        if page_limit < 1:
+            raise ConfigError(f"collect.page_limit={page_limit} must be at least 1")
         self._modes = list(weights)
         total = sum(weights.values())
         self._p = np.array([weights[m] / total for m in self._modes])
-        self._reuse, self._seed, self._first_page = reuse, seed, first_page
+        self._reuse, self._seed, self._first_page, self._page_limit = reuse, seed, first_page, page_limit
         self._plans: dict[str, list[str]] = {}
 
     async def respond(self, conversation: Conversation, key: Key) -> Response:
@@ -88,7 +91,7 @@ class ScriptedPolicy:
         conversation.labels["mode"] = mode
         start, _, style = mode.rpartition("_")
         if style == "inline" and rng.random() < self._first_page:
-            script = dataclasses.replace(script, inline=script.inline.replace(", page_limit=20", ""))
+            script = dataclasses.replace(script, inline=script.inline.replace("page_limit=20", f"page_limit={self._page_limit}"))
         code = (script.function + "\n\n" + _finish(script, script.call)) if style == "function" else _inline(script)
         plan = [_block(code)]
         if start == "lookup" and script.lookup:

@@ -5,6 +5,10 @@ With n valid rollouts in a group and m the mean of their rewards:
   loo   A = (R - m) n / (n - 1)       (leave-one-out, LOOP)
   std   A = (R - m) / (std + 1e-6)    (GRPO; std with ddof 1)
 n < 2 gives 0. A group whose rewards are equal in float32 gives exactly 0, whatever the constant.
+
+A weight w in [0, 1] of the negative ones (A < 0 -> w A) decides how much is learned from failures: 1 is all of the above; 0 learns from
+what was better than its group only. Pushing down the tokens of failures, most of them right, is what raises the entropy of small
+policies (W-REINFORCE weighs the positive side instead; Zhu et al. 2025, arXiv 2506.01347).
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ def _centred(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def chain_advantages(
-    rewards: Sequence[np.ndarray], chains: Sequence[Hashable], valid: Sequence[bool], kind: str = "mean"
+    rewards: Sequence[np.ndarray], chains: Sequence[Hashable], valid: Sequence[bool], kind: str = "mean", negative_weight: float = 1.0
 ) -> list[np.ndarray]:
     """Advantages per chain position.
 
@@ -76,6 +80,7 @@ def chain_advantages(
       rewards: N arrays float [K_n], one a rollout.
       chains: N ids; rollouts of one id form the groups, one group a position.
       valid: bool [N], whole rollouts.
+      negative_weight: factor of the negative advantages, in [0, 1].
 
     Returns:
       N arrays float32 [K_n].
@@ -86,7 +91,7 @@ def chain_advantages(
     )
     result = [np.zeros(len(row), np.float32) for row in rewards]
     for (n, k), value in zip(places, flat, strict=True):
-        result[n][k] = value
+        result[n][k] = value if value >= 0 else np.float32(negative_weight) * value
     return result
 
 

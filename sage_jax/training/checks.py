@@ -46,6 +46,8 @@ def check_train(config: ConfigDict) -> None:
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{name if '.' in name else f'rl.{name}'}={value} must be at least 1")
+    if not 0 <= rl.negative_weight <= 1:
+        raise ConfigError(f"rl.negative_weight={rl.negative_weight} must be in [0, 1]")
     if rl.mini_batches > rl.scenarios_per_step * rl.group:
         raise ConfigError(f"rl.mini_batches={rl.mini_batches} is more than the rl.scenarios_per_step * rl.group = {rl.scenarios_per_step * rl.group} rollouts")
     make_optimizer(

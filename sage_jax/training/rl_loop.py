@@ -136,7 +136,7 @@ def _step(parts: Parts, state: TrainState, scenarios: list[str], workdir: Path) 
     valid = [is_sample(r, a.early_stopped) for r in rollouts]
     records = [chain_record(r.episodes, rl.detector) if ok else None for r, ok in zip(rollouts, valid)]
     paid = [rewards(rec, rl.reward, rl.no_code_reward) if rec is not None else np.zeros(len(r.tasks)) for rec, r in zip(records, rollouts)]
-    advantages = chain_advantages(paid, [r.chain for r in rollouts], valid, rl.advantage)
+    advantages = chain_advantages(paid, [r.chain for r in rollouts], valid, rl.advantage, rl.negative_weight)
     values = rollout_metrics(rollouts, valid, records, paid, advantages)
     values |= parts.engine.stats.metrics(sampled) | {"sampler/retraces": parts.engine.retraces}
     if not any(valid):

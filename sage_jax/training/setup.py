@@ -258,7 +258,7 @@ def opening_tokens(config: ConfigDict, task: Task, tokenizer: Tokenizer) -> int:
 def scripted_policy(config: ConfigDict, modes: Mapping[str, float] | None = None) -> ScriptedPolicy:
     """The policy of `config.collect`, with other frequencies of modes if given. Raises ConfigError for unknown modes or bad frequencies."""
     c = config.collect
-    return ScriptedPolicy(c.modes.to_dict() if modes is None else modes, reuse=c.reuse, seed=config.seed, first_page=c.first_page)
+    return ScriptedPolicy(c.modes.to_dict() if modes is None else modes, reuse=c.reuse, seed=config.seed, first_page=c.first_page, page_limit=c.page_limit)
 
 
 def scripts(root: DataRoot, task_ids: list[str]) -> dict[str, dict]:

@@ -65,6 +65,14 @@ def test_per_chain_position():
     assert (a[2] == 0).all() and (a[3] == 0).all()
 
 
+def test_weight_of_negative_advantages():
+    rows = [np.array([1.0, 0.0]), np.array([0.0, 0.5])]
+    a = chain_advantages(rows, ["c", "c"], [True, True], negative_weight=0.2)
+    np.testing.assert_allclose(a[0], [0.5, -0.05], rtol=1e-6)
+    np.testing.assert_allclose(a[1], [-0.1, 0.25], rtol=1e-6)
+    assert [x.tolist() for x in chain_advantages(rows, ["c", "c"], [True, True], negative_weight=0.0)] == [[0.5, 0.0], [0.0, 0.25]]
+
+
 def test_signal_share():
     assert signal_share([0.5, -0.5, 0, 0], ["a", "a", "b", "b"]) == 0.5
     assert signal_share([], []) == 0.0

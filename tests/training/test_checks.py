@@ -45,6 +45,7 @@ from sage_jax.world.types import Judgement
         ("sampler.top_p", 0.0, r"sampler\.top_p=0.0 must be above 0"),
         ("sampler.top_k", -1, r"sampler\.top_k=-1"),
         ("agent.episode_retries", -1, "episode_retries=-1"),
+        ("rl.negative_weight", -0.5, "rl.negative_weight=-0.5 must be in"),
         ("rl.mini_batches", 49, "rl.mini_batches=49 is more than .* 48 rollouts"),
         ("world.scenarios", 2, "world.scenarios=2: .*at least 4"),
         ("world.kind", "mini", "miniworld, official"),

@@ -33,13 +33,24 @@ def base() -> ConfigDict:
     c.model.source = "bundled"  # "bundled", "random" (preset + tokenizer), or a Hugging Face folder
     c.model.preset = "tiny"  # used by "random"
     c.model.tokenizer = "bundled"  # used by "random": "bundled", a folder, a SentencePiece .model file, "workdir" (made by collect)
+    c.model.thinking = True  # False: an empty think block in front of every response, for templates with that switch (Qwen3)
     c.model.dtype = "float32"  # compute; master weights are float32
-    c.model.remat = False
+    c.model.attention = "auto"  # over whole sequences: "auto", "heads", "xla", "chunked", "cudnn", "splash" (see model/attention.py)
+    c.model.remat = "none"  # kept of a layer for the backward pass: "none" all, "dots", "dots_no_batch" (matrix products), "full" nothing
 
-    c.mesh = ConfigDict()
+    c.lora = ConfigDict()  # adapters: only they train, in SFT and RL
+    c.lora.rank = 0  # 0: off, all weights train
+    c.lora.alpha = 16.0
+    c.lora.targets = ("q", "k", "v", "o", "gate", "up", "down")
+    c.lora.base_dtype = "float32"  # of the frozen weights
+    c.lora.merge_for_sampling = False  # True: a merged copy of the weights after every update; else the sampler adds the adapters
+
+    c.mesh = ConfigDict()  # sizes multiply to the number of devices
     c.mesh.data = 1
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
+    c.mesh.expert = 1
+    c.mesh.sequence = 1
 
     c.sampler = ConfigDict()
     c.sampler.slots = 32

@@ -15,13 +15,13 @@ def get_config(arg=None):
     # Sampled at 0.6, where fewer failures are slips of single characters, so that more of the signal is about what to write.
     c.sampler.temperature = 0.6
     c.eval.temperature = 0.6
-    c.rl.steps = 20
+    c.rl.steps = 16
     c.rl.scenarios_per_step = 12
     # A large eps: weights whose gradient is mostly noise stand still. See docs/log.md.
     c.optim.lr = 2e-4
     c.optim.eps = 1e-4
     c.optim.schedule = "cosine"
-    c.optim.horizon = 20
+    c.optim.horizon = 16
     return common.with_arg(c, arg, runlocal=runlocal)
 
 

@@ -26,6 +26,7 @@ case $tier in
     torch
     # For the test of the Ray pool, which is skipped without it.
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[ray]" || echo "test: Ray could not be installed; its test is skipped"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[qwen]" || echo "test: Qwen's vocabulary could not be installed; its tests are skipped"
     # Default and slow together: what a file's tests share (a built world, compiled kernels) is made once.
     run -m "not soak" "$@"
     ;;

@@ -6,6 +6,9 @@ is never decoded and encoded again, and the next prompt is the ids so far plus t
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 from sage_jax.agent.code_blocks import fence_automaton
 from sage_jax.agent.policy import Conversation, Key, Response, Usage
 from sage_jax.agent.trajectory import TokenRecord
@@ -29,17 +32,12 @@ class JaxPolicy:
     def __init__(self, engine: Engine, tokenizer, *, temperature: float, top_k: int, top_p: float, max_new_tokens: int):
         self.engine = engine
         self.tokenizer = tokenizer
-        self.sampling = Sampling(
-            temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens,
-            stop_ids=tuple(sorted(tokenizer.stop_ids)), stop_at_accept=True,
-        )  # fmt: skip
-        try:
-            self.sampling.check()
-        except SamplingError as error:
-            raise ConfigError(str(error)) from error
+        self.sampling = self._sampling(temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens)
         self._renderer = ChatRenderer(tokenizer)
         self._live: set[str] = set()  # conversations whose ids the engine holds
-        engine.use_automaton(fence_automaton())
+        # Where the generation prompt has opened a think block, a response begins inside it: fences in it are not code.
+        fences = fence_automaton()
+        engine.use_automaton(dataclasses.replace(fences, start=fences.run(self._renderer.opened.encode())))
 
     def with_sampling(self, **changes) -> JaxPolicy:
         """A view of the same engine with other settings: temperature, top_k, top_p, max_new_tokens."""
@@ -47,12 +45,20 @@ class JaxPolicy:
         unknown = set(changes) - set(names)
         if unknown:
             raise ConfigError(f"unknown sampling settings {sorted(unknown)}; valid: {', '.join(names)}")
-        view = JaxPolicy(self.engine, self.tokenizer, **{n: changes.get(n, getattr(self.sampling, n)) for n in names})
-        view._live = self._live
+        view = copy.copy(self)  # of the same live conversations
+        view.sampling = self._sampling(**{n: changes.get(n, getattr(self.sampling, n)) for n in names})
         return view
 
+    def _sampling(self, **settings) -> Sampling:
+        sampling = Sampling(**settings, stop_ids=tuple(sorted(self.tokenizer.stop_ids)), stop_at_accept=True)
+        try:
+            sampling.check()
+        except SamplingError as error:
+            raise ConfigError(str(error)) from error
+        return sampling
+
     async def respond(self, conversation: Conversation, key: Key) -> Response:
-        """Samples one turn; see `Policy`.
+        """Samples one turn; see `Policy`. A think block that the template has opened already is opened in the text too.
 
         With finish "context" nothing is sampled and conversation and record stay as they are. A conversation that the engine does
         not hold (any more) is prefilled from its record.
@@ -79,7 +85,7 @@ class JaxPolicy:
         record.versions.append(version)
         conversation.tokens = record
         finish = _FINISH[result.finish]
-        text = self._text(result.ids[:-1] if finish == "end_of_turn" else result.ids)
+        text = self._renderer.opened + self._text(result.ids[:-1] if finish == "end_of_turn" else result.ids)
         conversation.add("assistant", text)
         conversation.rendered = len(conversation.messages)
         return Response(
@@ -97,10 +103,7 @@ class JaxPolicy:
         ids: list[int] = []
         if record.turn_starts:
             ids += self._renderer.close_turn(record.ids[-1] == self.tokenizer.end_of_turn_id)
-        new = conversation.messages[conversation.rendered :]
-        if any(m["role"] == "assistant" for m in new):  # demonstrations given as turns: no one sampled them
-            return ids + self._renderer.full(new)[0].tolist() + list(self._renderer.open_turn([]))
-        return ids + list(self._renderer.open_turn(new))
+        return ids + self._renderer.open_turn(conversation.messages[conversation.rendered :], first=not record.ids)
 
     def _text(self, ids) -> str:
         """Text of the sampled bytes as the stop automaton saw them; bytes that are no UTF-8 become U+FFFD."""

@@ -1,107 +1,103 @@
 """Hugging Face folders in and out: safetensors, config, generation config, tokenizer.
 
-Reading goes tensor by tensor straight to the shards of its devices; writing goes to a temporary folder that is renamed.
+Reading goes tensor by tensor straight to the shards of its devices; writing goes tensor by tensor into a temporary folder that
+takes the place of the old one when it is whole. With several processes each reads for its own devices and the first writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import shutil
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
 
 from sage_jax.errors import CheckpointError, ConfigError
 from sage_jax.model.config import ModelConfig
-from sage_jax.model.sharding import abstract_params, place
+from sage_jax.model.folders import whole_folder
+from sage_jax.model.layout import HEAD, PREFIX, Layout, file_order, layout
+from sage_jax.model.lora import SUFFIXES, LoraParam, join, merged
+from sage_jax.model.safetensors_io import DTYPES, Opened, Writer, open_folder
+from sage_jax.model.sharding import abstract_params, create_adapters, place
+from sage_jax.model.transfer import from_devices, to_devices
 
 if TYPE_CHECKING:
     from sage_jax.model.tokenizer import Tokenizer
 
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_STORED = {"F32": DTYPES["float32"], "F16": DTYPES["float16"], "BF16": DTYPES["bfloat16"]}
+__all__ = ["DTYPES", "MAX_SHARD_BYTES", "load_hf", "save_hf"]
 
-_LAYER = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-}
-_TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+MAX_SHARD_BYTES = 5_000_000_000
+# (name, total) -> context of `advance(n)`; `report.progress.bar` is one
+Bar = Callable[[str, int], contextlib.AbstractContextManager[Callable[..., None]]]
 
 
-def load_hf(folder: str | Path, mesh: Mesh, **overrides: Any) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:
+def no_bar(name: str, total: int) -> contextlib.AbstractContextManager[Callable[..., None]]:
+    return contextlib.nullcontext(lambda n=1, **facts: None)
+
+
+def load_hf(
+    folder: str | Path, mesh: Mesh, *, seed: int = 0, bar: Bar = no_bar, **overrides: Any
+) -> tuple[ModelConfig, nnx.GraphDef, nnx.State]:
     """(config, graphdef, parameters on the mesh) of a folder; `overrides` change config fields such as `dtype`.
 
-    Raises CheckpointError for missing files and, in one message, for all missing, surplus and wrong-shape tensors;
-    ConfigError for what the architecture does not support.
+    The host holds about one tensor above the shards of its devices. Names may have the prefix "model." or not, never both.
+    With `lora_rank` among the overrides new adapters are made from `seed`.
+
+    Raises:
+      CheckpointError: in one message all missing, surplus and wrong-shape tensors, unreadable types, missing, damaged and
+        truncated files, and a head that differs from the embedding that it is tied to.
+      ConfigError: what the architecture does not support.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()), **overrides)
-    tensors = _open_folder(folder)
+    cfg = ModelConfig.from_hf(read_json(folder, "config.json", "a Hugging Face model folder"), **overrides)
+    opened = open_folder(folder)
+    prefix, faults = _prefix(opened)
     graphdef, abstract = abstract_params(cfg)
-    flat = abstract.flat_state()
-    wanted = {name: shape for path, v in flat for name, shape in _files_of(cfg, path, v.get_value().shape)}
-    surplus = set(tensors) - set(wanted)
-    if cfg.tie_embeddings:
-        surplus.discard(_TOP["head"])  # some tied folders store the head again
-    faults = [f"missing {n} {list(wanted[n])}" for n in sorted(set(wanted) - set(tensors))]
-    faults += [f"surplus {n} {list(tensors[n].shape)}" for n in sorted(surplus)]
-    faults += [
-        f"wrong shape {n} {list(tensors[n].shape)} instead of {list(shape)}"
-        for n, shape in sorted(wanted.items())
-        if n in tensors and tuple(tensors[n].shape) != tuple(shape)
-    ]
+    adapters, weights = nnx.split_state(abstract, LoraParam, ...)
+    layouts = {path: layout(cfg, path, v.get_value().shape, prefix) for path, v in weights.flat_state()}
+    faults += misfits(opened, layouts, optional=(HEAD,) if cfg.tie_embeddings else ())
+    if cfg.tie_embeddings and not faults and HEAD in opened.tensors:
+        faults += _untied(opened, prefix)
     if faults:
-        raise CheckpointError(f"{folder}: {len(faults)} tensors do not fit: " + "; ".join(faults))
-
-    def load(path, variable, sharding):
-        shape, dtype = variable.get_value().shape, variable.get_value().dtype
-        names = [name for name, _ in _files_of(cfg, path, shape)]
-        per_tensor = shape[1:] if path[0] == "layers" else shape
-
-        def shard(index):
-            if path[0] != "layers":
-                return _from_hf(path[-1], tensors[names[0]], per_tensor)[index].astype(dtype)
-            rows = names[index[0]]
-            return np.stack([_from_hf(path[-1], tensors[n], per_tensor)[index[1:]].astype(dtype) for n in rows])
-
-        return variable.replace(jax.make_array_from_callback(shape, sharding, shard))
-
-    shardings = dict(place(abstract, mesh).flat_state())
-    params = nnx.State.from_flat_path({path: load(path, v, shardings[path]) for path, v in flat})
+        raise CheckpointError(f"{folder}: {len(faults)} faults: " + "; ".join(faults))
+    params = load_state(weights, layouts, opened, mesh, f"load {folder.name}", bar)
+    if adapters.flat_state():
+        params = join(create_adapters(cfg, mesh, seed), params)
     return cfg, graphdef, params
 
 
 def save_hf(
-    folder: str | Path, cfg: ModelConfig, params: nnx.State, tokenizer: Tokenizer | None, dtype: str = "bfloat16"
+    folder: str | Path,
+    cfg: ModelConfig,
+    params: nnx.State,
+    tokenizer: Tokenizer | None,
+    dtype: str = "bfloat16",
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    bar: Bar = no_bar,
 ) -> None:
     """Writes a folder that transformers loads: weights in `dtype`, config, generation config, tokenizer and template.
 
-    The folder appears whole or not at all; an existing one is replaced. Raises ConfigError for an unknown dtype.
+    Adapters are merged into the weights, a tensor at a time. The folder appears whole or not at all; an existing model folder
+    is replaced. With several processes all must call it; it returns when the first has written.
+
+    Raises:
+      ConfigError: an unknown dtype; a tokenizer with more ids than the model has rows; a config that has no Hugging Face form.
+      CheckpointError: no room on the disk (the old folder stays); something at `folder` that is no model folder.
     """
+    folder = Path(folder)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}: valid are {', '.join(DTYPES)}")
-    folder = Path(folder)
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes}: must be at least 1")
     config = {**cfg.to_hf(), "dtype": dtype, "torch_dtype": dtype}
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
     if tokenizer is not None:
@@ -110,100 +106,122 @@ def save_hf(
         ids = {"eos_token_id": sorted(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
         generation.update(ids)
         config.update({"eos_token_id": tokenizer.end_of_turn_id, "pad_token_id": tokenizer.pad_id})
-    tensors: dict[str, np.ndarray] = {}
-    for path, variable in params.flat_state():
-        value = np.asarray(jax.device_get(variable.get_value()))
-        for n, (name, shape) in enumerate(_files_of(cfg, path, value.shape)):
-            one = value[n] if path[0] == "layers" else value
-            tensors[name] = np.ascontiguousarray(_to_hf(path[-1], one, shape).astype(DTYPES[dtype]))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        (part / "model.safetensors").chmod(0o644)  # the library makes it for its owner alone
-        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (part / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+    flat = dict(params.flat_state())
+    weights = {path: [path, *_adapters(flat, path)] for path in flat if not isinstance(flat[path], LoraParam)}
+    layouts = {path: layout(cfg, path, flat[path].get_value().shape) for path in weights}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for path, parts in weights.items():
+            arrays = [jnp.asarray(flat[p].get_value()) for p in parts]
+            yield from from_devices(layouts[path], arrays, _merge(cfg, flat, parts))
+
+    def rest(part: Path) -> None:
+        write_json(part / "config.json", config)
+        write_json(part / "generation_config.json", generation)
         if tokenizer is not None:
             tokenizer.save(part)
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-            os.rename(folder, old)
-            os.rename(part, folder)
-            shutil.rmtree(old)
-        else:
-            os.rename(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+
+    write_folder(folder, layouts, tensors(), DTYPES[dtype], rest, "config.json", max_shard_bytes, bar)
 
 
-def _files_of(cfg: ModelConfig, path: tuple, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """(stored name, stored shape) of each tensor that makes up one of our parameters, in layer order."""
-    if path[0] == "layers":
-        stored = _stored_shape(path[-1], shape[1:])
-        return [(f"model.layers.{n}.{_LAYER[path[-1]]}", stored) for n in range(cfg.num_layers)]
-    return [(_TOP[path[-1]], _stored_shape(path[-1], shape))]
+def load_state(weights: nnx.State, layouts: dict[tuple, Layout], opened: Opened, mesh: Mesh, title: str, bar: Bar) -> nnx.State:
+    """The abstract `weights` filled from files that fit them."""
+    shardings = dict(place(weights, mesh).flat_state())
+    out = {}
+    with bar(title, sum(x.names.size for x in layouts.values())) as advance:
+        for path, v in weights.flat_state():
+            value = v.get_value()
+            out[path] = v.replace(to_devices(layouts[path], opened.tensors, value.shape, value.dtype, shardings[path], advance))
+    return nnx.State.from_flat_path(out)
 
 
-def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Linear weights are stored [out, in] and flat; ours are [in..., out...] with heads apart."""
-    if name in ("q", "k", "v"):
-        return (shape[1] * shape[2], shape[0])
-    if name == "o":
-        return (shape[2], shape[0] * shape[1])
-    if name in ("gate", "up", "down", "head"):
-        return (shape[1], shape[0])
-    if name.endswith("_bias"):
-        return (shape[0] * shape[1],)
-    return shape
+def misfits(opened: Opened, layouts: dict[tuple, Layout], optional: tuple[str, ...] = ()) -> list[str]:
+    """Everything in which files differ from what is wanted."""
+    tensors, wanted = opened.tensors, dict(file_order(layouts))
+    faults = list(opened.faults)
+    if tensors or not faults:  # a folder without one readable file lacks everything: that is said already
+        faults += [f"missing {n} {list(wanted[n])}" for n in sorted(set(wanted) - set(tensors) - opened.lost)]
+    faults += [f"surplus {n} {list(tensors[n].shape)}" for n in sorted(set(tensors) - set(wanted) - set(optional))]
+    faults += [
+        f"wrong shape {n} {list(tensors[n].shape)} instead of {list(shape)}"
+        for n, shape in sorted(wanted.items())
+        if n in tensors and tensors[n].shape != tuple(shape)
+    ]
+    return faults
 
 
-def _from_hf(name: str, a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return (a.T if name in ("q", "k", "v", "o", "gate", "up", "down", "head") else a).reshape(shape)
-
-
-def _to_hf(name: str, a: np.ndarray, stored: tuple[int, ...]) -> np.ndarray:
-    return a.reshape(stored[::-1]).T if name in ("q", "k", "v", "o", "gate", "up", "down", "head") else a.reshape(stored)
-
-
-def _open_folder(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder as memory maps, from one file or by the index."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        by_name = json.loads(index.read_text())["weight_map"]
-        absent = sorted({f for f in by_name.values() if not (folder / f).is_file()})
-        if absent:
-            raise CheckpointError(f"{folder}: the index names files that are missing: {', '.join(absent)}")
-        tensors: dict[str, np.ndarray] = {}
-        for file in sorted(set(by_name.values())):
-            tensors.update(_open_file(folder / file))
-        return tensors
-    if not (folder / "model.safetensors").is_file():
-        raise CheckpointError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-    return _open_file(folder / "model.safetensors")
-
-
-def _open_file(path: Path) -> dict[str, np.ndarray]:
-    """Memory maps of one safetensors file. Its numpy reader knows no bfloat16, the format is: u64 size, JSON, bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = int.from_bytes(file.read(8), "little")
-        if head + 8 > size:
-            raise CheckpointError(f"{path} is truncated: its header wants {head + 8} bytes and it has {size}")
+def write_folder(
+    folder: Path, layouts: dict[tuple, Layout], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype,
+    rest: Callable[[Path], None], mark: str, max_shard_bytes: int, bar: Bar, stem: str = "model",
+) -> None:  # fmt: skip
+    """`tensors` and what `rest` writes into a folder, which replaces one that has the file `mark`; on the first process only."""
+    shapes = file_order(layouts)
+    failure: Exception | None = None
+    if jax.process_index() == 0:
         try:
-            header = json.loads(file.read(head))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged: its header is not JSON") from error
-    header.pop("__metadata__", None)
-    end = 8 + head + max((info["data_offsets"][1] for info in header.values()), default=0)
-    if size < end:
-        raise CheckpointError(f"{path} is truncated: its tensors end at byte {end} and it has {size}")
-    tensors = {}
-    for name, info in header.items():
-        if info["dtype"] not in _STORED:
-            raise CheckpointError(f"{path}: {name} has dtype {info['dtype']}: valid are {', '.join(_STORED)}")
-        kind, shape = _STORED[info["dtype"]], tuple(info["shape"])
-        raw = np.memmap(path, np.uint8, "r", offset=8 + head + info["data_offsets"][0], shape=(int(np.prod(shape)) * kind.itemsize,))
-        tensors[name] = raw.view(kind).reshape(shape)
-    return tensors
+            size = sum(math.prod(shape) * dtype.itemsize for _, shape in shapes)
+            with whole_folder(folder, size, mark) as part, bar(f"write {folder.name}", len(shapes)) as advance:
+                with Writer(part, shapes, dtype, max_shard_bytes, stem) as writer:
+                    for name, tensor in tensors:
+                        writer.write(name, tensor.astype(dtype, copy=False))
+                        advance()
+                rest(part)
+        except Exception as error:
+            failure = error
+    if jax.process_count() > 1:
+        for _ in tensors:  # gathering is a joint work: also of those who do not write, and after a failure
+            pass
+        if not multihost_utils.broadcast_one_to_all(np.int32(failure is None)) and failure is None:
+            failure = CheckpointError(f"{folder} was not written: the first process failed, see its error")
+    if failure is not None:
+        raise failure
+
+
+def read_json(folder: Path, name: str, what: str) -> dict[str, Any]:
+    if not (folder / name).is_file():
+        hint = "; it holds a PEFT adapter: load its base model, then the adapter" if (folder / "adapter_config.json").is_file() else ""
+        raise CheckpointError(f"{folder} has no {name}: it is not {what}{hint}")
+    try:
+        return dict(json.loads((folder / name).read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder}/{name} is damaged: it is no JSON object") from error
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _merge(cfg: ModelConfig, flat: dict[tuple, Any], parts: list[tuple]) -> Callable[..., jax.Array]:
+    """(weight, its adapters, or some layers of each) -> the weight with them."""
+    if len(parts) == 1:
+        return lambda weight: weight
+
+    def merge(*arrays: jax.Array) -> jax.Array:
+        state = nnx.State.from_flat_path({p: flat[p].replace(a) for p, a in zip(parts, arrays)})
+        return dict(merged(cfg, state)[1].flat_state())[parts[0]].get_value()
+
+    return jax.jit(merge)  # also because variables hold each other: outside they would keep arrays until a garbage collection
+
+
+def _adapters(flat: dict[tuple, Any], path: tuple) -> list[tuple]:
+    return [p for s in SUFFIXES if (p := (*path[:-1], path[-1] + s)) in flat]
+
+
+def _prefix(opened: Opened) -> tuple[str, list[str]]:
+    """What stands before the names of the body, and a fault where some have it and some not."""
+    names = sorted({*opened.tensors, *opened.lost} - {HEAD})
+    bare = [n for n in names if n.startswith(("embed_tokens.", "layers.", "norm."))]
+    full = [n for n in names if n.startswith(PREFIX)]
+    if bare and full:
+        return (PREFIX if len(full) >= len(bare) else ""), [f"names with and without {PREFIX!r} are mixed: {len(full)} as {full[0]}, {len(bare)} as {bare[0]}"]
+    return ("" if bare else PREFIX), []
+
+
+def _untied(opened: Opened, prefix: str) -> list[str]:
+    """A fault where the stored head of a tied model is not its embedding; compared some rows at a time."""
+    head, embed = (opened.tensors[n].open() for n in (HEAD, f"{prefix}embed_tokens.weight"))
+    rows = max(1, (16 << 20) // max(1, embed[:1].nbytes))
+    if head.shape == embed.shape and all(np.array_equal(head[n : n + rows], embed[n : n + rows]) for n in range(0, len(head), rows)):
+        return []
+    return [f"{HEAD} {list(head.shape)} differs from the embedding, and tie_word_embeddings is true: set it to false, or drop {HEAD}"]

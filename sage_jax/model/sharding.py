@@ -18,27 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from sage_jax.errors import ConfigError
 from sage_jax.model.config import ModelConfig
+from sage_jax.model.lora import split_trainable
 from sage_jax.model.qwen import Policy
-
-MESH_AXES = ("data", "fsdp", "tensor")
-
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    # parameters
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "layers": None,
-    # activations
-    "batch": ("data", "fsdp"),
-    "sequence": None,
-}
+from sage_jax.model.rules import MESH_AXES, spec
 
 
 def make_mesh(shape: dict[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes data, fsdp, tensor (absent ones have size 1) over `devices` (default: all).
+    """A mesh with the axes data, fsdp, tensor, expert, sequence (absent ones have size 1) over `devices` (default: all).
 
     Raises ConfigError for an unknown axis or when the sizes do not multiply to the number of devices.
     """
@@ -52,36 +38,9 @@ def make_mesh(shape: dict[str, int] | None = None, devices: Sequence[Any] | None
         n = len(devices)
         raise ConfigError(
             f"mesh {dict(zip(MESH_AXES, sizes))} needs {math.prod(sizes)} devices and there are {n}: the sizes must multiply to {n}, e.g. "
-            f"--config.mesh.data={n} --config.rl.rows={n} --config.sft.rows={n} (rows are spread over data * fsdp)"
+            f"--config.mesh.data={n} --config.rl.rows={n} --config.sft.rows={n} (rows, and sampler.slots, are spread over data * fsdp)"
         )
     return Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, name: str = "array") -> P:
-    """The PartitionSpec of an array whose axes carry these logical names (None: not sharded).
-
-    Fewer kv heads than the tensor axis are replicated if they divide it. Any other size that does not divide raises
-    ConfigError with both numbers, as do an unknown name and two axes that meet on one mesh axis.
-    """
-    if len(axes) != len(shape):
-        raise ConfigError(f"{name}: axes {tuple(axes)} do not fit the shape {tuple(shape)}")
-    parts: list = []
-    used: set[str] = set()
-    for axis, size in zip(axes, shape):
-        if axis is not None and axis not in RULES:
-            raise ConfigError(f"{name}: unknown logical axis {axis!r}: valid are {', '.join(RULES)}")
-        target = RULES[axis] if axis else None
-        names = (target,) if isinstance(target, str) else tuple(target or ())
-        count = math.prod(mesh.shape[n] for n in names)
-        if axis == "kv_heads" and size < count and count % size == 0:
-            names, target, count = (), None, 1
-        if size % count:
-            raise ConfigError(f"{name}: axis {axis!r} of size {size} does not divide over mesh axes {names} of size {count}")
-        if used & set(names):
-            raise ConfigError(f"{name}: axes {tuple(axes)} meet on mesh axes {sorted(used & set(names))}")
-        used |= set(names)
-        parts.append(target)
-    return P(*parts)
 
 
 def place(tree: Any, mesh: Mesh) -> Any:
@@ -111,3 +70,10 @@ def create_params(cfg: ModelConfig, mesh: Mesh, seed: int) -> tuple[nnx.GraphDef
     graphdef, abstract = abstract_params(cfg)
     init = jax.jit(lambda key: nnx.split(Policy(cfg, rngs=nnx.Rngs(params=key)))[1], out_shardings=place(abstract, mesh))
     return graphdef, init(jax.random.key(seed))
+
+
+def create_adapters(cfg: ModelConfig, mesh: Mesh, seed: int) -> nnx.State:
+    """The adapters alone, the same as those of `create_params`; the weights beside them are never computed."""
+    adapters, _ = split_trainable(abstract_params(cfg)[1])
+    init = jax.jit(lambda key: split_trainable(nnx.split(Policy(cfg, rngs=nnx.Rngs(params=key)))[1])[0], out_shardings=place(adapters, mesh))
+    return init(jax.random.key(seed))

@@ -1,20 +1,22 @@
 """One tokenizer interface over Hugging Face fast tokenizer folders and SentencePiece model files, and our own BPE.
 
 `encode` is for text that may come from worlds: control tokens in it are not recognised and stay text (added tokens that
-are not control tokens, such as Qwen's `<think>`, are). `decode` skips nothing and replaces partial UTF-8 by U+FFFD.
+are not control tokens, such as Qwen's `<think>`, are). `encode_rendered` is for what `render` made: there they are.
+`decode` skips nothing and replaces partial UTF-8 by U+FFFD.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jinja2.sandbox
+import jinja2
 
 from sage_jax.errors import ConfigError
 
@@ -22,6 +24,7 @@ CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<think>", "</think>")
 SMALLEST_BPE = 256 + 32 + len(CONTROL) + len(ADDED)  # bytes, the merges of the compact pieces, control tokens
 
+TEMPLATE_FILE = "chat_template.jinja"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -42,10 +45,16 @@ class Tokenizer(ABC):
     stop_ids: frozenset[int]  # ids that end an assistant turn
     end_of_turn_id: int
     pad_id: int
+    control: Mapping[str, int]  # control tokens, which `encode` never makes
+    thinking: bool  # the templates' `enable_thinking`
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; nothing is added in front or behind."""
+
+    @abstractmethod
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered conversation as the folder's own tooling makes them: control tokens in the text are recognised."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,7 +70,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:
-        """The text of the folder's own chat template."""
+        """The text of the folder's own chat template. Raises ConfigError with the template's words if it refuses the messages."""
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
@@ -71,16 +80,18 @@ class Tokenizer(ABC):
 class FastTokenizer(Tokenizer):
     """A Hugging Face fast tokenizer."""
 
-    def __init__(self, fast, extra_stops: Iterable[int] = ()):
+    def __init__(self, fast, extra_stops: Iterable[int] = (), thinking: bool = True):
         from tokenizers import Tokenizer as Backend
 
-        self.fast = fast
+        self.fast, self.thinking = fast, thinking
         # A copy of its own: `encode_special_tokens` is a switch of the backend, and the template needs the other setting.
         self._backend = Backend.from_str(fast.backend_tokenizer.to_str())
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._added = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        added = self._backend.get_added_tokens_decoder().items()
+        self._added = {t.content: i for i, t in added}
+        self.control = {t.content: i for i, t in added if t.special}
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self._pieces: list[str | None] = [None] * self.vocab_size
@@ -98,6 +109,9 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.fast(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._byte_level:
@@ -121,23 +135,26 @@ class FastTokenizer(Tokenizer):
     def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:
         if self.fast.chat_template is None:
             raise ConfigError("the tokenizer's folder has no chat template")
-        return self.fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        with _refusals(messages):
+            return self.fast.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=self.thinking,
+            )  # fmt: skip
 
     def save(self, folder: str | Path) -> None:
         self.fast.save_pretrained(str(folder))
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model` file whose control symbols include ChatML's, with a ChatML template."""
+    """A SentencePiece `.model` file whose control symbols include ChatML's. template: empty for ChatML."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, template: str = "", thinking: bool = True):
         import sentencepiece
 
-        self._path = Path(path)
+        self._path, self._template, self.thinking = Path(path), template or CHATML, thinking
         self._sp = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size = self._sp.get_piece_size()
         pieces = [self._sp.id_to_piece(i) for i in range(self.vocab_size)]
-        self._control = {p: i for i, p in enumerate(pieces) if self._sp.is_control(i)}
+        self.control = {p: i for i, p in enumerate(pieces) if self._sp.is_control(i)}
         as_text = [p for i, p in enumerate(pieces) if re.fullmatch(r"<\|.*\|>", p) and not self._sp.is_control(i)]
         if as_text:
             raise ConfigError(f"{path}: {as_text} are ordinary pieces, so text could turn into them: make them control_symbols")
@@ -153,6 +170,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._sp.encode(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in re.split("(" + "|".join(map(re.escape, sorted(self.control, key=len, reverse=True))) + ")", text):
+            ids += [self.control[piece]] if piece in self.control else self.encode(piece)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         out, run = [], []
@@ -174,34 +197,42 @@ class SentencePieceTokenizer(Tokenizer):
         return piece.encode() if self._sp.is_control(token) else piece.replace("▁", " ").encode()
 
     def special(self, name: str) -> int:
-        return _special(self._control, name)
+        return _special(self.control, name)
 
     def render(self, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:
-        template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(CHATML)
-        return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt)
+        # Not jinja2 itself: templates expect the functions that transformers gives them.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusals(messages):
+            texts, _ = render_jinja_template(
+                [list(messages)], chat_template=self._template, add_generation_prompt=add_generation_prompt, enable_thinking=self.thinking,
+            )  # fmt: skip
+        return texts[0]
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._path, Path(folder) / "tokenizer.model")
-        (Path(folder) / "chat_template.jinja").write_text(CHATML)
+        (Path(folder) / TEMPLATE_FILE).write_text(self._template)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, thinking: bool = True) -> Tokenizer:
     """A folder with `tokenizer.json` or `tokenizer.model`, or a SentencePiece `.model` file.
 
-    Stop ids are the union of what the tokenizer, config.json and generation_config.json say.
+    Stop ids are the union of what the tokenizer, config.json and generation_config.json say. thinking: for templates with that
+    switch (Qwen3's `enable_thinking`); False has an empty think block put in front of every response.
     """
     path = Path(path)
     if path.is_file():
         if path.suffix != ".model":
             raise ConfigError(f"{path}: a tokenizer file must be a SentencePiece .model; or give a folder")
-        return SentencePieceTokenizer(path)
+        return SentencePieceTokenizer(path, thinking=thinking)
     if (path / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
-        return FastTokenizer(AutoTokenizer.from_pretrained(str(path), local_files_only=True), _stops(path))
+        return FastTokenizer(AutoTokenizer.from_pretrained(str(path), local_files_only=True), _stops(path), thinking)
     if (path / "tokenizer.model").is_file():
-        return SentencePieceTokenizer(path / "tokenizer.model")
+        template = path / TEMPLATE_FILE
+        return SentencePieceTokenizer(path / "tokenizer.model", template.read_text() if template.is_file() else "", thinking)
     raise ConfigError(f"{path} holds no tokenizer: it needs tokenizer.json or tokenizer.model")
 
 
@@ -249,6 +280,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, whole_words: bool = False) 
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
     return FastTokenizer(fast, extra_stops=(backend.token_to_id("<|endoftext|>"),))
+
+
+@contextlib.contextmanager
+def _refusals(messages: Sequence[dict]) -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}") from error
 
 
 def _special(table: dict[str, int], name: str) -> int:

@@ -17,7 +17,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sage_jax.errors import ConfigError
-from sage_jax.model.sharding import RULES
+from sage_jax.model.lora import join
+from sage_jax.model.rules import RULES, on
 from sage_jax.rl.batch import TrainBatch
 from sage_jax.training.state import TrainState
 
@@ -79,21 +80,22 @@ def put_batch(batch: TrainBatch, sharding: NamedSharding) -> TrainBatch:
 class UpdateStep:
     """`step(state, micro_batches) -> (state, loss and optimizer metrics, Stats)` for one loss function.
 
-    Shardings of parameters and optimizer state are taken from the first state and kept.
+    Shardings of parameters and optimizer state are taken from the first state and kept. `frozen`: the part of the parameters that does
+    not train (the base under adapters); the loss sees both joined, gradients exist for those of the state alone.
     """
 
-    def __init__(self, loss_fn: LossFn, tx: optax.GradientTransformation, state: TrainState, mesh: Mesh):
-        self._loss_fn = loss_fn
+    def __init__(self, loss_fn: LossFn, tx: optax.GradientTransformation, state: TrainState, mesh: Mesh, frozen: Any = None):
+        self._loss_fn, self._frozen, self._mesh = loss_fn, frozen, mesh
         self._sharding = batch_sharding(mesh)
         replicated = NamedSharding(mesh, PartitionSpec())
         params_at, opt_at = (jax.tree.map(lambda x: x.sharding, t) for t in (state.params, state.opt_state))
         totals_at = Totals(params_at, replicated, replicated, replicated)
 
-        def start(params: Any, batch: TrainBatch) -> Totals:
-            return self._totals(params, batch)
+        def start(params: Any, frozen: Any, batch: TrainBatch) -> Totals:
+            return self._totals(params, frozen, batch)
 
-        def add(params: Any, batch: TrainBatch, totals: Totals) -> Totals:
-            new = self._totals(params, batch)
+        def add(params: Any, frozen: Any, batch: TrainBatch, totals: Totals) -> Totals:
+            new = self._totals(params, frozen, batch)
             return Totals(
                 jax.tree.map(jnp.add, totals.grads, new.grads),
                 totals.loss + new.loss,
@@ -101,8 +103,8 @@ class UpdateStep:
                 totals.stats.merge(new.stats),
             )
 
-        def zero(params: Any, batch: TrainBatch) -> Totals:
-            stats = jax.eval_shape(start, params, batch).stats
+        def zero(params: Any, frozen: Any, batch: TrainBatch) -> Totals:
+            stats = jax.eval_shape(start, params, frozen, batch).stats
 
             def full(tree: Any, fill: float) -> Any:
                 return jax.tree.map(lambda x: jnp.full(x.shape, fill, x.dtype), tree)
@@ -133,11 +135,14 @@ class UpdateStep:
             return choose(optax.apply_updates(params, updates), params), choose(new_opt, opt_state), metrics
 
         self._zero = jax.jit(zero, out_shardings=totals_at)
-        self._add = jax.jit(add, donate_argnums=2, out_shardings=totals_at)
+        self._add = jax.jit(add, donate_argnums=3, out_shardings=totals_at)
         self._apply = jax.jit(apply, donate_argnums=(0, 1), out_shardings=(params_at, opt_at, replicated))
 
-    def _totals(self, params: Any, batch: TrainBatch) -> Totals:
-        (loss, stats), grads = jax.value_and_grad(self._loss_fn, has_aux=True)(params, batch)
+    def _totals(self, params: Any, frozen: Any, batch: TrainBatch) -> Totals:
+        def loss_fn(trainable: Any) -> tuple[jax.Array, Stats]:
+            return self._loss_fn(trainable if frozen is None else join(trainable, frozen), batch)
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         return Totals(jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, batch.denominator.sum(), stats)
 
     def __call__(
@@ -149,10 +154,15 @@ class UpdateStep:
           the new state; {"loss", "grad_norm" (before the clip), "update_norm", "applied" (0 or 1)}; and the merged
           Stats as numpy. A non-finite loss or gradient, or denominator 0, leaves parameters and optimizer unchanged.
         """
+        return on(self._mesh, self._update)(state, micro_batches)
+
+    def _update(self, state: TrainState, micro_batches: Iterable[TrainBatch]) -> tuple[TrainState, dict[str, float], Stats]:
         totals = None
         for batch in micro_batches:
             batch = put_batch(batch, self._sharding)
-            totals = self._add(state.params, batch, self._zero(state.params, batch) if totals is None else totals)
+            if totals is None:
+                totals = self._zero(state.params, self._frozen, batch)
+            totals = self._add(state.params, self._frozen, batch, totals)
         if totals is None:
             raise ValueError("an update needs at least one micro-batch (it may be empty)")
         stats = totals.stats

@@ -35,6 +35,7 @@ class TrainBatch:
     advantages: jax.Array | np.ndarray  # float32 [B, T]
     weights: jax.Array | np.ndarray  # float32 [B, T], the normaliser's weight of the token
     denominator: jax.Array | np.ndarray  # float32 [B], shares that add up to the batch's denominator
+    tokens_share: jax.Array | np.ndarray  # float32 [B], of the denominator by packed tokens: the weight of a loss on all tokens, as a router's
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -160,6 +161,8 @@ def pack(
     micro_batches[0].denominator[0] = denominator
     places = sum(b.ids.size for b in micro_batches)
     used = sum(sizes[s.key] for _, content in rows for s in content)
+    for b in micro_batches:
+        b.tokens_share[:] = denominator * (b.segment_ids > 0).sum(1) / max(used, 1)
     return Packed(
         micro_batches=tuple(micro_batches),
         denominator=denominator,
@@ -193,9 +196,8 @@ def _fill(rows: list[list[Sample]], shape: RowShape, sizes: dict, weights: dict)
             floats["advantages"][at] = np.where(trained, sample.advantage, 0.0)
             floats["weights"][at] = np.where(trained, weights[sample.key], 0.0)
             start += size
-    return TrainBatch(
-        **ints, **floats, old_logprobs=floats["logprobs"].copy(), denominator=np.zeros(shape.rows, np.float32)
-    )
+    zeros = {n: np.zeros(shape.rows, np.float32) for n in ("denominator", "tokens_share")}
+    return TrainBatch(**ints, **floats, **zeros, old_logprobs=floats["logprobs"].copy())
 
 
 def split_by_rollout(samples: Sequence[Sample], parts: int, seed: int) -> list[list[Sample]]:

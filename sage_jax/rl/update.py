@@ -20,23 +20,24 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sage_jax.errors import ConfigError
-from sage_jax.model.qwen import token_logprobs
+from sage_jax.model.lora import join
+from sage_jax.model.rules import on
 from sage_jax.rl import masked
 from sage_jax.rl.accumulate import Stats, UpdateStep, batch_sharding, put_batch
 from sage_jax.rl.batch import Packed, TrainBatch
 from sage_jax.rl.losses import LossConfig, clipped_loss
+from sage_jax.rl.router import batch_logprobs
 from sage_jax.training.state import TrainState
 
-# (params, batch) -> (log-prob of each next token, entropy of its distribution in nats), float32 [B, T-1]
-LogprobFn = Callable[[Any, TrainBatch], tuple[jax.Array, jax.Array]]
+# (params, batch) -> (log-prob of each next token, entropy of its distribution in nats), float32 [B, T-1], and what is added to the loss, if anything
+LogprobFn = Callable[[Any, TrainBatch], tuple[jax.Array, ...]]
 
 
 def policy_logprobs(graphdef: Any, *, temperature: float, vocab_size_real: int) -> LogprobFn:
-    """The policy's log-probs at the sampling temperature over the whole unpadded vocabulary."""
+    """The policy's log-probs at the sampling temperature over the whole unpadded vocabulary, and its router's loss if it has one."""
 
-    def logprobs(params: Any, batch: TrainBatch) -> tuple[jax.Array, jax.Array]:
-        policy = nnx.merge(graphdef, params)
-        return token_logprobs(policy, batch.ids, batch.positions, batch.segment_ids, temperature, vocab_size_real)
+    def logprobs(params: Any, batch: TrainBatch) -> tuple[jax.Array, ...]:
+        return batch_logprobs(nnx.merge(graphdef, params), batch, temperature, vocab_size_real)
 
     return logprobs
 
@@ -44,11 +45,13 @@ def policy_logprobs(graphdef: Any, *, temperature: float, vocab_size_real: int) 
 def policy_loss(params: Any, batch: TrainBatch, logprobs: LogprobFn, cfg: LossConfig, on_policy: bool) -> tuple[jax.Array, Stats]:
     """Weighted sum of the clipped losses of one micro-batch, and its statistics. See `rl.losses` for the formula.
 
+    A router's loss is a mean over all tokens of the micro-batch; added in proportion to these, its mean over the batch remains.
+
     The gap |sampler's log-prob - trainer's| is taken at the sampling temperature. With top-k or top-p the sampler's is
     over the kept support, so the gap then holds the log of the kept mass, the ratio does not.
     """
     mask = batch.mask[:, 1:]
-    new, entropy = logprobs(params, batch)
+    new, entropy, *extra = logprobs(params, batch)
     new = masked.keep(new, mask)
     old = jax.lax.stop_gradient(new) if on_policy else batch.old_logprobs[:, 1:]
     loss, ratio, clipped = clipped_loss(new, old, batch.advantages[:, 1:], mask, cfg.clip_low, cfg.clip_high)
@@ -66,7 +69,11 @@ def policy_loss(params: Any, batch: TrainBatch, logprobs: LogprobFn, cfg: LossCo
         mins={"ratio": masked.least(ratio, mask)},
         maxs={"ratio": masked.largest(ratio, mask), "gap": masked.largest(gap, mask)},
     )
-    return masked.total(loss * masked.keep(batch.weights[:, 1:], mask), mask), jax.lax.stop_gradient(stats)
+    value = masked.total(loss * masked.keep(batch.weights[:, 1:], mask), mask)
+    if extra:
+        stats.sums["router_loss"] = extra[0] * batch.tokens_share.sum()
+        value += stats.sums["router_loss"]
+    return value, jax.lax.stop_gradient(stats)
 
 
 class PolicyUpdate:
@@ -77,6 +84,7 @@ class PolicyUpdate:
       tx: the optimizer of `state`.
       state: gives the shardings; not donated here.
       epochs, mini_batches: passes over the batch, and optimizer updates in each pass.
+      frozen: the part of the parameters that does not train, see `UpdateStep`.
     """
 
     def __init__(
@@ -89,15 +97,18 @@ class PolicyUpdate:
         *,
         epochs: int = 1,
         mini_batches: int = 1,
+        frozen: Any = None,
     ):
         if epochs < 1 or mini_batches < 1:
             raise ConfigError(f"epochs={epochs} and mini_batches={mini_batches} must be at least 1")
         self.cfg, self.epochs, self.mini_batches = cfg, epochs, mini_batches
         self.on_policy = epochs == mini_batches == 1 and cfg.old_logprobs == "recomputed"
         self._sharding = batch_sharding(mesh)
-        self._step = UpdateStep(lambda p, b: policy_loss(p, b, logprobs, cfg, self.on_policy), tx, state, mesh)
+        self._step = UpdateStep(lambda p, b: policy_loss(p, b, logprobs, cfg, self.on_policy), tx, state, mesh, frozen)
+        self._frozen, self._mesh = frozen, mesh
 
-        def recompute(params: Any, batch: TrainBatch) -> jax.Array:
+        def recompute(params: Any, frozen: Any, batch: TrainBatch) -> jax.Array:
+            params = params if frozen is None else join(params, frozen)
             return jnp.pad(masked.keep(logprobs(params, batch)[0], batch.mask[:, 1:]), ((0, 0), (1, 0)))
 
         self._recompute = jax.jit(recompute)
@@ -127,7 +138,7 @@ class PolicyUpdate:
         return state, self._metrics(packed, updates, stats, time.perf_counter() - start)
 
     def _with_old(self, state: TrainState, batch: TrainBatch) -> TrainBatch:
-        old = self._recompute(state.params, put_batch(batch, self._sharding))
+        old = on(self._mesh, self._recompute)(state.params, self._frozen, put_batch(batch, self._sharding))
         return dataclasses.replace(batch, old_logprobs=np.asarray(jax.device_get(old)))
 
     def _metrics(self, packed: Sequence[Packed], updates: list[dict], stats: list[Stats], seconds: float) -> dict[str, float]:
@@ -138,7 +149,10 @@ class PolicyUpdate:
         means = {k: float(np.mean([u[k] for u in updates])) for k in ("loss", "grad_norm", "update_norm")}
         useful = sum(p.tokens for p in packed) * self.epochs
         places = sum(b.ids.size for p in packed for b in p.micro_batches)
-        return {
+        router = {}
+        if "router_loss" in every.sums:
+            router["update/router_loss"] = float(every.sums["router_loss"] / max(sum(p.denominator for p in packed) * self.epochs, 1.0))
+        return router | {
             "update/loss": means["loss"],
             "update/grad_norm": means["grad_norm"],
             "update/update_norm": means["update_norm"],

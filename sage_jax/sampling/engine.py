@@ -16,6 +16,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,13 +30,14 @@ from jax.sharding import Mesh
 from sage_jax.errors import ConfigError, InfrastructureError, SamplingError
 from sage_jax.model.config import ModelConfig
 from sage_jax.model.qwen import make_cache
+from sage_jax.model.rules import on
 from sage_jax.model.sharding import abstract_params
 from sage_jax.sampling import kernels
 from sage_jax.sampling.automaton import ByteAutomaton, compile_for
 from sage_jax.sampling.conversation import Conversation, Job, device_rows, prompt_chunks
 from sage_jax.sampling.request import NoiseKey, Result, Sampling, checked_ids, key_data
 from sage_jax.sampling.stats import Stats
-from sage_jax.sampling.weights import cache_sharding, check_params, named
+from sage_jax.sampling.weights import cache_sharding, check_params, named, slot_parts
 
 GATHER_S = 0.002  # an idle engine waits this long for the rest of a burst before it starts with a single row
 
@@ -79,7 +81,10 @@ class Engine:
         self._shardings: dict | None = None  # of the first weights, by name
         sharding = cache_sharding(cfg, mesh, slots, context)
         self._cache = jax.jit(lambda: make_cache(cfg, slots, context), out_shardings=sharding)()
-        self._kernels = kernels.build(graphdef, chunk=decode_chunk, vocab=tokenizer.vocab_size, cache_sharding=sharding)
+        self._kernels = kernels.build(
+            graphdef, chunk=decode_chunk, vocab=tokenizer.vocab_size, cache_sharding=sharding, parts=slot_parts(mesh)
+        )
+        self._on = functools.partial(on, mesh) if mesh is not None else lambda run: run
         self._warm_shapes: int | None = None
         self._automaton: ByteAutomaton | None = None
         self.use_automaton(None)
@@ -168,7 +173,7 @@ class Engine:
             for done, bucket in enumerate(self.buckets):
                 if progress:
                     progress(done, total, f"extend {bucket}")
-                self._cache = self._kernels.extend(self._cache, self._params, np.zeros(bucket, np.int32), np.int32(0), np.int32(0), np.int32(0))
+                self._cache = self._on(self._kernels.extend)(self._cache, self._params, np.zeros(bucket, np.int32), np.int32(0), np.int32(0), np.int32(0))
             if progress:
                 progress(total - 2, total, f"decode {self.decode_chunk}")
             self._decode([])
@@ -401,7 +406,7 @@ class Engine:
                 ids = np.zeros(bucket, np.int32)
                 ids[:count] = feed[start : start + count]
                 position = np.int32(conversation.length + start)
-                self._cache = self._kernels.extend(self._cache, self._params, ids, np.int32(conversation.slot), position, np.int32(count))
+                self._cache = self._on(self._kernels.extend)(self._cache, self._params, ids, np.int32(conversation.slot), position, np.int32(count))
                 start += count
             self.stats.prefilled_tokens += len(feed)
             if first and feed:
@@ -409,12 +414,12 @@ class Engine:
         conversation.length += len(feed)
 
     def _copy(self, source: int, target: int) -> None:
-        self._cache = self._kernels.copy(self._cache, np.int32(source), np.int32(target))
+        self._cache = self._on(self._kernels.copy)(self._cache, np.int32(source), np.int32(target))
 
     def _decode(self, conversations: list[Conversation]) -> kernels.Chunk:
         """One chunk for all slots; host arrays."""
         rows = device_rows(conversations, self.slots, idle_state=self._no_automaton)
-        self._cache, chunk = self._kernels.decode(self._cache, self._params, self._table, self._accept, rows, np.int32(self.decode_chunk))
+        self._cache, chunk = self._on(self._kernels.decode)(self._cache, self._params, self._table, self._accept, rows, np.int32(self.decode_chunk))
         return jax.device_get(chunk)
 
     def _collect(self, conversations: list[Conversation], chunk: kernels.Chunk) -> None:

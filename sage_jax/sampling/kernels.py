@@ -6,6 +6,9 @@ follow from its own ids, lengths and key alone.
 
 The last id of a prompt is not extended: decode feeds it first and samples what follows. So all sampling happens in one
 shape, and an extend needs no head.
+
+On a mesh the slots are split over the axes of "batch" into P parts, and no row ever leaves its part but in a copy: an extend runs one
+row of every part at once, in which all but one are padding.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sage_jax.model.rules import constrain
 from sage_jax.sampling.logits import sample, token_keys
 
 FINISH = ("", "stop_id", "accept", "length")
@@ -65,18 +69,42 @@ class Kernels:
         return sum(f._cache_size() for f in (self.extend, self.decode, self.copy))
 
 
-def build(graphdef: nnx.GraphDef, *, chunk: int, vocab: int, cache_sharding) -> Kernels:
-    """The kernels of one model. chunk: N; ids >= vocab are banned."""
+def build(graphdef: nnx.GraphDef, *, chunk: int, vocab: int, cache_sharding, parts: int = 1) -> Kernels:
+    """The kernels of one model. chunk: N; ids >= vocab are banned; parts: P, into which `cache_sharding` splits the slots."""
     jit = functools.partial(jax.jit, donate_argnums=(0,))
+
+    def mine(cache, row):
+        """bool [P]: the part that holds a row."""
+        return jnp.arange(parts) == row // (cache.k.shape[1] // parts)
+
+    def take(cache, row):
+        """[L, P, S, K, H]: of each part the row that lies where `row` does in its own."""
+
+        def one(x):
+            x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
+            return jax.lax.dynamic_slice_in_dim(x, row % x.shape[2], 1, axis=2)[:, :, 0]
+
+        return jax.tree.map(one, cache)
+
+    def put(cache, rows, row):
+        """The cache with `rows`, as `take` gives them, in their places."""
+
+        def one(x, new):
+            split = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
+            return jax.lax.dynamic_update_slice_in_dim(split, new[:, :, None], row % split.shape[2], axis=2).reshape(x.shape)
+
+        return jax.tree.map(one, cache, rows)
 
     @functools.partial(jit, out_shardings=cache_sharding)
     def extend(cache, params, ids, row, start, count):
         """Writes the keys of the first `count` of ids int32 [T] at positions from `start` of `row`."""
         offset = jnp.arange(ids.shape[0])
-        positions = jnp.where(offset < count, start + offset, -1)
-        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1), cache)
-        _, one = nnx.merge(graphdef, params)(ids[None], positions[None], cache=one)
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis=1), cache, one)
+        positions = jnp.where(offset < count, start + offset, -1)[None]
+        if parts > 1:
+            positions = jnp.where(mine(cache, row)[:, None], positions, -1)
+        ids = jnp.broadcast_to(ids, positions.shape)
+        _, new = nnx.merge(graphdef, params)(constrain(ids, "batch"), constrain(positions, "batch"), cache=take(cache, row))
+        return put(cache, new, row)
 
     @functools.partial(jit, out_shardings=(cache_sharding, None))
     def decode(cache, params, table, accept, rows: Rows, steps):
@@ -85,6 +113,7 @@ def build(graphdef: nnx.GraphDef, *, chunk: int, vocab: int, cache_sharding) -> 
         table int16 [states, V]: the automaton's state after a token; `accept` int32 [] its accepting state.
         """
         model = nnx.merge(graphdef, params)
+        rows = jax.tree.map(lambda x: constrain(x, "batch"), rows)
         batch = rows.token.shape[0]
         out = Chunk(
             ids=jnp.full((batch, chunk), -1, jnp.int32), logprobs=jnp.zeros((batch, chunk, 2), jnp.float32),
@@ -119,9 +148,11 @@ def build(graphdef: nnx.GraphDef, *, chunk: int, vocab: int, cache_sharding) -> 
     @functools.partial(jit, out_shardings=cache_sharding)
     def copy(cache, source, target):
         """Copies the row `source` onto the row `target`."""
-        move = lambda x: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
-            x, jax.lax.dynamic_slice_in_dim(x, source, 1, axis=1), target, axis=1
-        )
-        return jax.tree.map(move, cache)
+        rows = take(cache, source)
+        if parts > 1:
+            here, there = (mine(cache, row)[None, :, None, None, None] for row in (source, target))
+            sent = jax.tree.map(lambda x: jnp.where(here, x, 0).sum(1, keepdims=True, dtype=x.dtype), rows)
+            rows = jax.tree.map(lambda new, old: jnp.where(there, new, old), sent, take(cache, target))
+        return put(cache, rows, target)
 
     return Kernels(extend, decode, copy)

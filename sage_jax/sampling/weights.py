@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from sage_jax.errors import ConfigError
 from sage_jax.model.config import ModelConfig
-from sage_jax.model.sharding import spec
+from sage_jax.model.rules import mesh_axes, spec
 
 
 def check_params(params, expected: dict[str, jax.ShapeDtypeStruct], shardings: dict | None) -> dict:
@@ -33,8 +35,16 @@ def named(tree) -> dict[str, jax.Array]:
 
 
 def cache_sharding(cfg: ModelConfig, mesh: Mesh | None, slots: int, context: int):
-    """Key/value heads [L, B, S, K, H] lie as those of the projections that fill them; rows are not split."""
+    """Of [L, B, S, K, H]: slots lie as the rows of a batch, key/value heads as those of the projections that fill them.
+
+    Raises ConfigError for a number of slots that does not divide.
+    """
     if mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shape = (cfg.num_layers, slots, context, cfg.num_kv_heads, cfg.head_dim)
-    return NamedSharding(mesh, spec(("layers", None, None, "kv_heads", "head_dim"), shape, mesh, "cache"))
+    return NamedSharding(mesh, spec(("layers", "batch", None, "kv_heads", "head_dim"), shape, mesh, f"cache of {slots} slots"))
+
+
+def slot_parts(mesh: Mesh | None) -> int:
+    """Into how many parts the slots are split."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in mesh_axes("batch"))

@@ -1,6 +1,7 @@
 """Chat datasets: JSON lines of {"messages": [{"role", "content"[, "train"]}, ...], "meta": {...}}, and their token form.
 
-An assistant message with "train": false is context only; others are trained on their content and their end of turn.
+Roles are system, user, assistant and tool. An assistant message with "train": false is context only; others are trained on
+their content and their end of turn. Each turn keeps its think block, as in a rollout (see model/chat.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from sage_jax.errors import ConfigError
-from sage_jax.model.chat import ChatRenderer
+from sage_jax.model.chat import ROLES, ChatRenderer
 from sage_jax.report.episodes import write_text
 from sage_jax.rl.batch import Sample
 
-ROLES = ("system", "user", "assistant")
+# What some datasets keep beside the content; left out silently it would not be trained.
+_BESIDE = ("tool_calls", "reasoning_content")
 
 
 def write_dataset(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> int:
@@ -69,8 +71,12 @@ def _check(record: Any, where: str) -> None:
             raise ConfigError(f"{where}, message {i}: it needs a role of {', '.join(ROLES)} and a content that is a string")
         if not isinstance(message.get("train", True), bool):
             raise ConfigError(f"{where}, message {i}: 'train' is true or false")
+        if beside := [k for k in _BESIDE if message.get(k)]:
+            raise ConfigError(f"{where}, message {i}: {beside[0]} would not be trained: write it into the content, in the words of the chat template")
     if not any(m["role"] == "assistant" for m in record["messages"]):
         raise ConfigError(f"{where}: there is no assistant message to learn from")
+    if record["messages"][0]["role"] == "assistant":
+        raise ConfigError(f"{where}: a conversation begins with a system or user message")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,10 @@ def encode(records: Sequence[dict[str, Any]], renderer: ChatRenderer, max_tokens
     """
     samples, skipped, cut = [], 0, 0
     for place, record in enumerate(records):
-        ids, mask = renderer.full([{"role": m["role"], "content": m["content"]} for m in record["messages"]])
+        try:
+            ids, mask = renderer.full([{"role": m["role"], "content": m["content"]} for m in record["messages"]])
+        except ConfigError as error:
+            raise ConfigError(f"record {place + 1}: {error}") from error
         mask = _trained_only(mask, [m.get("train", True) for m in record["messages"] if m["role"] == "assistant"])
         last = np.flatnonzero(mask)
         cut += bool(len(last) and last[0] < max_tokens <= last[-1])

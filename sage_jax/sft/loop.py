@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from sage_jax.errors import ConfigError, SageError
 from sage_jax.model.chat import ChatRenderer
+from sage_jax.model.lora import join, split_trainable
 from sage_jax.report.progress import bar
 from sage_jax.rl.accumulate import UpdateStep
 from sage_jax.rl.batch import Packed, RowShape, Sample, pack
@@ -62,11 +63,15 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
     tx = make_optimizer(
         make_schedule(c.schedule, c.lr, c.warmup, c.steps), b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, clip_norm=c.clip_norm,
     )  # fmt: skip
-    state = TrainState(loaded.params, init_opt_state(tx, loaded.params, loaded.mesh))
-    update = UpdateStep(supervised_loss(loaded.graphdef, loaded.tokenizer.vocab_size), tx, state, loaded.mesh)
+    trainable, frozen = split_trainable(loaded.params) if loaded.cfg.lora_rank else (loaded.params, None)
+    state = TrainState(trainable, init_opt_state(tx, trainable, loaded.mesh))
+    update = UpdateStep(supervised_loss(loaded.graphdef, loaded.tokenizer.vocab_size), tx, state, loaded.mesh, frozen)
     evaluation = Evaluation(loaded.graphdef, loaded.tokenizer.vocab_size, loaded.mesh)
     test_packed = pack(test.samples, shapes, normaliser=c.normaliser) if test.samples else None
     iterator = shuffled_batches(list(range(len(train.samples))), c.batch, config.seed)
+
+    def whole(state: TrainState) -> Any:
+        return state.params if frozen is None else join(state.params, frozen)
 
     with Checkpoints(workdir / "checkpoints", keep=c.keep, best_metric="") as checkpoints:
         if checkpoints.latest_step() is not None:
@@ -83,7 +88,7 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
                 values |= {"sft/skipped_conversations": train.skipped, "sft/cut_conversations": train.cut}
                 last = state.step == c.steps
                 if test_packed is not None and (state.step % c.eval_every == 0 or last):
-                    values |= {f"sft/held_out_{k}": v for k, v in evaluation(state.params, test_packed).items()}
+                    values |= {f"sft/held_out_{k}": v for k, v in evaluation(whole(state), test_packed).items()}
                 metrics.write(step, values)
                 if state.step % c.checkpoint_every == 0 or last:
                     checkpoints.save(state.step, state, iterator, meta={"seed": config.seed})
@@ -91,7 +96,7 @@ def run_sft(config: ConfigDict, loaded: Loaded, dataset: Path, workdir: Path) ->
                     raise SageError(f"updates of steps {step - state.skipped_in_row + 1} to {step} were not finite; see {workdir}/metrics.jsonl")
                 shown = {k: values[f"sft/held_out_{k}"] for k in ("loss_nats", "token_accuracy") if f"sft/held_out_{k}" in values}
                 advance(1, loss=values["sft/loss_nats"], tokens_per_s=values["sft/tokens_per_s"], **shown)
-    return state.params
+    return whole(state)
 
 
 def _batch(samples: Sequence[Sample], places: Sequence[int], shapes: Sequence[RowShape], normaliser: str) -> Packed:

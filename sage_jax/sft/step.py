@@ -15,24 +15,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from sage_jax.model.qwen import Policy, mask_padded, token_logprobs
+from sage_jax.model.qwen import Policy, mask_padded
+from sage_jax.model.rules import on
 from sage_jax.rl import masked
 from sage_jax.rl.accumulate import LossFn, Stats, batch_sharding, put_batch
 from sage_jax.rl.batch import Packed, TrainBatch
+from sage_jax.rl.router import batch_logprobs
 
 CHUNK = 128  # time steps whose logits exist at once
 
 NORMALISERS = ("sequence", "token")
 
 
-def supervised_loss(graphdef: Any, vocab_size_real: int) -> LossFn:
-    """The loss function for `rl.accumulate.UpdateStep`."""
+def supervised_loss(graphdef: Any, vocab_size_real: int, *, router: bool = True) -> LossFn:
+    """The loss function for `rl.accumulate.UpdateStep`. router: with the balance loss of a mixture of experts, as in `rl.update`."""
 
     def loss(params: Any, batch: TrainBatch) -> tuple[jax.Array, Stats]:
-        policy = nnx.merge(graphdef, params)
         mask = batch.mask[:, 1:]
-        logprobs, _ = token_logprobs(policy, batch.ids, batch.positions, batch.segment_ids, 1.0, vocab_size_real)
+        logprobs, _, *extra = batch_logprobs(nnx.merge(graphdef, params), batch, 1.0, vocab_size_real)
         value = -masked.total(masked.keep(logprobs, mask) * masked.keep(batch.weights[:, 1:], mask), mask)
+        if router and extra:
+            value += extra[0] * batch.tokens_share.sum()
         return value, Stats({"tokens": masked.count(mask)}, {}, {})
 
     return loss
@@ -43,7 +46,7 @@ class Evaluation:
 
     def __init__(self, graphdef: Any, vocab_size_real: int, mesh: Mesh):
         self._sharding = batch_sharding(mesh)
-        loss_fn = supervised_loss(graphdef, vocab_size_real)
+        loss_fn = supervised_loss(graphdef, vocab_size_real, router=False)
 
         def sums(params: Any, batch: TrainBatch) -> dict[str, jax.Array]:
             loss, stats = loss_fn(params, batch)
@@ -63,7 +66,7 @@ class Evaluation:
                 "right_conversations": ((labels > 0) & (by_segment == 0)).sum().astype(jnp.float32),
             }
 
-        self._sums = jax.jit(sums)
+        self._sums = on(mesh, jax.jit(sums))
 
     def __call__(self, params: Any, packed: Packed) -> dict[str, float]:
         """{"loss_nats", "token_accuracy", "sequence_accuracy"}: greedy, with the right context before each token (teacher forcing)."""

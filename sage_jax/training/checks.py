@@ -60,6 +60,7 @@ def check_train(config: ConfigDict) -> None:
     if max(rl.row_tokens) < s.context:
         raise ConfigError(f"rl.row_tokens={tuple(rl.row_tokens)}: the longest must hold a whole episode, sampler.context={s.context}")
     _divides("rl.rows", rl.rows, config)
+    _divides_sequence("rl.row_tokens", rl.row_tokens, config)
     names = ["base", r.start_name, r.name]
     if len(set(names)) != len(names) or any("/" in n or "memory" in n for n in names):
         raise ConfigError(f"rows base, run.start_name={r.start_name!r} and run.name={r.name!r} need three different names without '/' and 'memory'")
@@ -92,6 +93,7 @@ def check_evaluation(config: ConfigDict) -> None:
     for name in ("slots", "decode_chunk", "max_new_tokens"):
         if s[name] < 1:
             raise ConfigError(f"sampler.{name}={s[name]} must be at least 1")
+    _divides("sampler.slots", s.slots, config)
     if not 0 < s.top_p <= 1:
         raise ConfigError(f"sampler.top_p={s.top_p} must be above 0 and at most 1 (off)")
     if s.top_k < 0:
@@ -120,6 +122,7 @@ def check_sft(config: ConfigDict) -> None:
     _known("sft.save_dtype", c.save_dtype, DTYPES)
     _known("sft.normaliser", c.normaliser, SFT_NORMALISERS)
     _divides("sft.rows", c.rows, config)
+    _divides_sequence("sft.row_tokens", c.row_tokens, config)
     weighted = {mode: weight for mode, weight in c.weights.items() if weight != 1.0}
     if weighted and not c.renamed_copies:
         raise ConfigError(f"sft.weights {weighted} are numbers of copies relative to sft.renamed_copies, which is 0; give it, or set them to 1.0")
@@ -181,4 +184,10 @@ def _known(key: str, value: str, names: Iterable[str]) -> None:
 def _divides(key: str, rows: int, config: ConfigDict) -> None:
     parts = config.mesh.data * config.mesh.fsdp
     if rows % parts:
-        raise ConfigError(f"{key}={rows} rows of a micro-batch do not divide by mesh.data * mesh.fsdp = {parts}; use a multiple, e.g. {key}={parts}")
+        raise ConfigError(f"{key}={rows} rows do not divide by mesh.data * mesh.fsdp = {parts}; use a multiple, e.g. {key}={parts}")
+
+
+def _divides_sequence(key: str, lengths: Iterable[int], config: ConfigDict) -> None:
+    parts = config.mesh.sequence
+    if wrong := [n for n in lengths if n % parts]:
+        raise ConfigError(f"{key}={tuple(lengths)}: rows of {wrong[0]} tokens do not divide by mesh.sequence = {parts}")

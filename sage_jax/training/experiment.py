@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+from flax import nnx
 from ml_collections import ConfigDict
 
 from sage_jax.entry import check_workdir, write_config
 from sage_jax.model.hf import save_hf
+from sage_jax.model.lora import join
+from sage_jax.model.peft import save_peft
 from sage_jax.report.curves import curves_png
 from sage_jax.report.episodes import read_episodes, write_text
 from sage_jax.report.html import write_report
@@ -56,7 +59,7 @@ def run_experiment(config: ConfigDict, workdir: Path, profile: tuple[int, int] |
             dataset = collect(config, workdir / "sft")
         with phases("sft"):
             source = str(supervised(config, dataset, workdir / "sft"))
-    loaded = setup.load_policy(config, source=source)
+    loaded = setup.load_policy(config, source=source, adapters=True)
     checks.check_prompts(config, root, config.rl.split, loaded.tokenizer)
     print(setup.describe(config, loaded))
 
@@ -81,8 +84,7 @@ def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loade
     if not (final / "config.json").exists():
         with phases("train"):
             state = train(config, workdir, root, loaded, session, StepLines(config.rl.steps), profile)
-        save_hf(final, loaded.cfg, state.params, loaded.tokenizer, dtype="float32")
-        loaded = dataclasses.replace(loaded, params=state.params, identity=setup.folder_identity(final))
+        loaded = _export(config, workdir, loaded, state.params)
     else:
         print(f"train: {final} is there, used again")
         loaded = setup.load_policy(config, source=str(final))
@@ -91,6 +93,20 @@ def _arms(config: ConfigDict, workdir: Path, root: DataRoot, loaded: setup.Loade
         with phases(f"evaluate {config.run.name} on {split}"):
             arms.append(measure(config, workdir, root, loaded, config.run.name, split, session))
     return arms
+
+
+def _export(config: ConfigDict, workdir: Path, loaded: setup.Loaded, trained: nnx.State) -> setup.Loaded:
+    """Writes the trained policy to workdir/policy, adapters merged, and these by themselves to workdir/adapter for peft. Returns what it wrote."""
+    final = workdir / "policy"
+    _, frozen = setup.trained_part(loaded)
+    if frozen is None:
+        loaded = dataclasses.replace(loaded, params=trained)
+    else:
+        loaded = dataclasses.replace(loaded, params=join(trained, frozen))
+        save_peft(workdir / "adapter", loaded.cfg, loaded.params, base_name=setup.base_name(config, workdir))
+        loaded = setup.without_adapters(loaded)
+    save_hf(final, loaded.cfg, loaded.params, loaded.tokenizer, dtype="float32")
+    return dataclasses.replace(loaded, identity=setup.folder_identity(final))
 
 
 def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:
@@ -102,14 +118,14 @@ def supervised(config: ConfigDict, dataset: Path, workdir: Path) -> Path:
     c = config.sft
     first = workdir / "first" / "policy" if c.second_steps else folder
     if not (first / "config.json").exists():
-        loaded = setup.load_policy(config, source=c.start, tokenizer_folder=dataset.parent / "tokenizer")
+        loaded = setup.load_policy(config, source=c.start, tokenizer_folder=dataset.parent / "tokenizer", adapters=True)
         params = run_sft(config, loaded, dataset, first.parent)
         save_hf(first, loaded.cfg, params, loaded.tokenizer, dtype=c.save_dtype)
     if c.second_steps:
         config = config.copy_and_resolve_references()
         config.seed += 1  # other names in the renamed copies
         config.sft.update(steps=c.second_steps, lr=c.second_lr, short_steps=0)
-        loaded = setup.load_policy(config, source=str(first))
+        loaded = setup.load_policy(config, source=str(first), adapters=True)
         params = run_sft(config, loaded, dataset, workdir)
         save_hf(folder, loaded.cfg, params, loaded.tokenizer, dtype=c.save_dtype)
     return folder

@@ -51,6 +51,7 @@ class Parts:
     update: PolicyUpdate
     chains: Callable
     session: setup.Session
+    weights: Callable  # parameters that train -> weights for the engine
 
 
 def train(
@@ -73,24 +74,26 @@ def train(
     tx = make_optimizer(
         make_schedule(o.schedule, o.lr, o.warmup, updates), b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm,
     )
-    state = TrainState(loaded.params, init_opt_state(tx, loaded.params, loaded.mesh))
+    trainable, frozen = setup.trained_part(loaded)
+    state = TrainState(trainable, init_opt_state(tx, trainable, loaded.mesh))
     logprobs = policy_logprobs(loaded.graphdef, temperature=config.sampler.temperature, vocab_size_real=loaded.tokenizer.vocab_size)
     loss = LossConfig(
         clip_low=rl.clip_low, clip_high=rl.clip_high, normaliser=rl.normaliser, constant=rl.constant, old_logprobs=rl.old_logprobs,
     )
-    update = PolicyUpdate(logprobs, tx, state, loaded.mesh, loss, epochs=rl.epochs, mini_batches=rl.mini_batches)
+    update = PolicyUpdate(logprobs, tx, state, loaded.mesh, loss, epochs=rl.epochs, mini_batches=rl.mini_batches, frozen=frozen)
     iterator = scenario_iterator(list(root.scenarios(rl.split)), rl.scenarios_per_step, config.seed)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, best_metric="eval_dev/sgc")
     if checkpoints.latest_step() is not None:
         state, _ = checkpoints.restore_latest(state, iterator)
     metrics = MetricsWriter(workdir, resume_step=state.step)
 
-    engine = setup.sampler(config, dataclasses.replace(loaded, params=state.params))
-    parts = Parts(config, root, engine, loaded, update, chain_sources.source(config, root), session)
+    sampled_from, weights = setup.for_sampling(config, loaded)
+    engine = setup.sampler(config, dataclasses.replace(sampled_from, params=weights(state.params)))
+    parts = Parts(config, root, engine, loaded, update, chain_sources.source(config, root), session, weights)
     try:
         while state.step < rl.steps:
             step = state.step
-            engine.set_params(state.params, version=step)
+            engine.set_params(weights(state.params), version=step)
             if profile is not None and step == profile[0]:
                 jax.profiler.start_trace(str(workdir / "profile"))
             state, values = _step(parts, state, next(iterator), workdir)
@@ -183,7 +186,7 @@ def _dev(parts: Parts, state: TrainState) -> dict:
     """The evaluation agent on dev, greedy: `eval_dev/...`, which also chooses the best checkpoint."""
     config = parts.config
     started = time.monotonic()
-    parts.engine.set_params(state.params, version=state.step)
+    parts.engine.set_params(parts.weights(state.params), version=state.step)
     policy = setup.jax_policy(config, parts.engine, parts.loaded, temperature=0.0)
     split = config.eval.dev_split
     asked = len(parts.root.task_ids(split))

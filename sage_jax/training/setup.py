@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from sage_jax.agent.jax_policy import JaxPolicy
 from sage_jax.agent.prompts import PromptSpec, opening
 from sage_jax.agent.scripted import Script, ScriptedPolicy
 from sage_jax.errors import ConfigError
+from sage_jax.model.attention import check_available
 from sage_jax.model.chat import ChatRenderer
 from sage_jax.model.config import ModelConfig, pad_vocab
-from sage_jax.model.hf import load_hf
+from sage_jax.model.hf import load_hf, no_bar
+from sage_jax.model.lora import join, merged, split_trainable
 from sage_jax.model.presets import preset
-from sage_jax.model.sharding import create_params, make_mesh
+from sage_jax.model.sharding import abstract_params, create_adapters, create_params, make_mesh, place
 from sage_jax.model.tokenizer import Tokenizer, load_tokenizer
+from sage_jax.report.progress import bar
 from sage_jax.sampling.engine import Engine
 from sage_jax.skills.extract import extract
 from sage_jax.skills.record import Origin, Skill
@@ -108,13 +111,14 @@ class Session:
         return self._loop.run_until_complete(coroutine)
 
 
-def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_folder: Path | None = None) -> Loaded:
+def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_folder: Path | None = None, adapters: bool = False) -> Loaded:
     """Weights on the mesh: the bundled ones, a Hugging Face folder, a checkpoint of a run, or new ones from a preset and the seed.
 
     Args:
       source: "bundled", "random", a Hugging Face folder, or WORKDIR/checkpoints/last, /best or /STEP of a run of `sage_jax.train`;
         default: model.source.
       tokenizer_folder: what model.tokenizer="workdir" means, for new weights.
+      adapters: with the new adapters that config.lora asks for, to be trained. Without, those of a checkpoint are merged.
 
     Raises:
       ConfigError: a source that is none of these; a mesh that the devices cannot form.
@@ -124,29 +128,32 @@ def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_fold
     source = source or m.source
     check_policy(config, source=source, tokenizer_folder=tokenizer_folder)
     if checkpoint := _checkpoint(source):
-        return _from_checkpoint(config, checkpoint)
-    mesh = _mesh(config)
+        loaded = _from_checkpoint(config, checkpoint)
+        return _with_adapters(config, loaded) if adapters and config.lora.rank else loaded
+    mesh, fields = _mesh(config), _fields(config, adapters)
     if source == "random":
-        tokenizer = load_tokenizer(_tokenizer_place(config, tokenizer_folder))
-        cfg = preset(m.preset, vocab_size=pad_vocab(tokenizer.vocab_size), dtype=m.dtype, remat=m.remat)
+        tokenizer = load_tokenizer(_tokenizer_place(config, tokenizer_folder), thinking=m.thinking)
+        cfg = preset(m.preset, vocab_size=pad_vocab(tokenizer.vocab_size), **fields)
         graphdef, params = create_params(cfg, mesh, config.seed)
         return Loaded(cfg, graphdef, params, tokenizer, mesh, f"random {cfg} seed {config.seed}")
     folder = _folder(source)
-    cfg, graphdef, params = load_hf(folder, mesh, dtype=m.dtype, remat=m.remat)
-    return Loaded(cfg, graphdef, params, load_tokenizer(folder), mesh, folder_identity(folder))
+    cfg, graphdef, params = load_hf(folder, mesh, seed=config.seed, bar=bar if _large(folder) else no_bar, **fields)
+    return Loaded(cfg, graphdef, params, load_tokenizer(folder, thinking=m.thinking), mesh, folder_identity(folder))
 
 
 def check_policy(config: ConfigDict, *, source: str, tokenizer_folder: Path | None = None) -> None:
     """What can be known of a policy before anything is loaded: mesh, preset, folders. Arguments and errors as in `load_policy`."""
     m = config.model
-    _mesh(config)
+    mesh, fields = _mesh(config), _fields(config, adapters=True)
+    lengths = (*config.rl.row_tokens, *config.sft.row_tokens)
     if checkpoint := _checkpoint(source):
         _of_run(checkpoint)
     elif source == "random":
-        preset(m.preset, dtype=m.dtype, remat=m.remat)
-        place = _tokenizer_place(config, tokenizer_folder)
-        if m.tokenizer != "workdir" and not place.exists():  # that of a workdir may be still to be made
-            raise ConfigError(f"model.tokenizer={m.tokenizer!r}: there is no {place}; give 'bundled', a folder or a SentencePiece file")
+        where = _tokenizer_place(config, tokenizer_folder)
+        if m.tokenizer != "workdir" and not where.exists():  # that of a workdir may be still to be made
+            raise ConfigError(f"model.tokenizer={m.tokenizer!r}: there is no {where}; give 'bundled', a folder or a SentencePiece file")
+        ids = _check_template(config, where) if where.exists() else max(config.collect.vocab_size, 1)
+        _check_fits(preset(m.preset, vocab_size=pad_vocab(ids), **fields), mesh, lengths)
     else:
         folder = _folder(source)
         if not (folder / "config.json").is_file():
@@ -154,11 +161,43 @@ def check_policy(config: ConfigDict, *, source: str, tokenizer_folder: Path | No
                 f"policy {source!r} is neither 'bundled', 'random', a Hugging Face folder (there is no {folder}/config.json) nor "
                 "WORKDIR/checkpoints/last, /best or /STEP of a training run"
             )
-        ModelConfig.from_hf(json.loads((folder / "config.json").read_text()), dtype=m.dtype, remat=m.remat)
+        _check_fits(ModelConfig.from_hf(json.loads((folder / "config.json").read_text()), **fields), mesh, lengths)
+        _check_template(config, folder)
+
+
+def _check_fits(cfg: ModelConfig, mesh: Mesh, lengths: tuple[int, ...]) -> None:
+    """Raises ConfigError if the attention cannot run here or a parameter does not divide over the mesh."""
+    check_available(cfg, lengths)
+    place(abstract_params(cfg)[1], mesh)
+
+
+def _check_template(config: ConfigDict, where: Path) -> int:
+    """The number of ids. Raises ConfigError if the tokenizer's chat template cannot be rendered turn by turn, or has no switch for
+    model.thinking=False."""
+    try:
+        tokenizer = load_tokenizer(where, thinking=config.model.thinking)
+        ChatRenderer(tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{where} (model.thinking={config.model.thinking}): {error}") from error
+    return tokenizer.vocab_size
 
 
 def _mesh(config: ConfigDict) -> Mesh:
-    return make_mesh({"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor})
+    m = config.mesh
+    return make_mesh({"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor, "expert": m.expert, "sequence": m.sequence})
+
+
+def _fields(config: ConfigDict, adapters: bool) -> dict[str, Any]:
+    """Fields of the policy's ModelConfig that the config decides, not its folder."""
+    m, lora = config.model, config.lora
+    fields = {"dtype": m.dtype, "remat": m.remat, "attention": m.attention}
+    if adapters and lora.rank:
+        fields |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": tuple(lora.targets), "param_dtype": lora.base_dtype}
+    return fields
+
+
+def _large(folder: Path) -> bool:
+    return sum(f.stat().st_size for f in folder.glob("*.safetensors")) > 1 << 28
 
 
 def _folder(source: str) -> Path:
@@ -174,8 +213,17 @@ def _tokenizer_place(config: ConfigDict, workdir_tokenizer: Path | None) -> Path
 
 def untrained(config: ConfigDict, like: Loaded) -> Loaded:
     """New weights of the same shape, with the same tokenizer."""
-    graphdef, params = create_params(like.cfg, like.mesh, config.seed)
-    return dataclasses.replace(like, graphdef=graphdef, params=params, identity=f"random {like.cfg} seed {config.seed}")
+    cfg = like.cfg.replace(lora_rank=0)
+    graphdef, params = create_params(cfg, like.mesh, config.seed)
+    return dataclasses.replace(like, cfg=cfg, graphdef=graphdef, params=params, identity=f"random {cfg} seed {config.seed}")
+
+
+def base_name(config: ConfigDict, workdir: Path) -> str:
+    """The folder of the policy that a run starts from, or "random"."""
+    if config.run.from_scratch:
+        return str(workdir / "sft" / "policy")
+    source = config.model.source
+    return source if source == "random" else str(_folder(source))
 
 
 def _checkpoint(source: str) -> Path | None:
@@ -185,13 +233,13 @@ def _checkpoint(source: str) -> Path | None:
     return path if named and not (path / "config.json").exists() else None
 
 
-def _of_run(checkpoint: Path) -> dict[str, str]:
-    """{source, preset, tokenizer} of the policy that the checkpoint's run started from. Raises ConfigError if there is no such run."""
+def _of_run(checkpoint: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """({source, preset, tokenizer, thinking} of the policy that the checkpoint's run started from, its adapters). Raises ConfigError if there is no such run."""
     workdir = checkpoint.parent.parent
     try:
         of_run = json.loads((workdir / "config.json").read_text())
         start = str(workdir / "sft" / "policy") if of_run["run"]["from_scratch"] else of_run["model"]["source"]
-        return {"source": start, **{k: of_run["model"][k] for k in ("preset", "tokenizer")}}
+        return {"source": start, **{k: of_run["model"][k] for k in ("preset", "tokenizer", "thinking")}}, of_run["lora"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"policy {checkpoint}: {workdir} is no run of sage_jax.train ({type(error).__name__}: {error})") from error
 
@@ -199,11 +247,51 @@ def _of_run(checkpoint: Path) -> dict[str, str]:
 def _from_checkpoint(config: ConfigDict, path: Path) -> Loaded:
     workdir = path.parent.parent
     config = config.copy_and_resolve_references()
-    config.model.update(_of_run(path))
-    loaded = load_policy(config, tokenizer_folder=workdir / "tokenizer")  # for its shape and tokenizer
+    start, lora = _of_run(path)
+    config.model.update(start)
+    config.lora.update(lora)
+    loaded = load_policy(config, tokenizer_folder=workdir / "tokenizer", adapters=True)  # for its shape and tokenizer
+    trainable, frozen = trained_part(loaded)
     with Checkpoints(workdir / "checkpoints", keep=1, best_metric="") as checkpoints:
-        state, _ = checkpoints.restore_params(loaded.params, path.name)
-    return dataclasses.replace(loaded, params=state.params, identity=f"{path} step {state.step}")
+        state, _ = checkpoints.restore_params(trainable, path.name)
+    params = state.params if frozen is None else join(state.params, frozen)
+    return without_adapters(dataclasses.replace(loaded, params=params, identity=f"{path} step {state.step}"))
+
+
+def _with_adapters(config: ConfigDict, loaded: Loaded) -> Loaded:
+    """The same policy with the new adapters of config.lora."""
+    cfg = loaded.cfg.replace(**_fields(config, adapters=True))
+    base = jax.tree.map(lambda x: x.astype(cfg.param_dtype), loaded.params)
+    params = join(create_adapters(cfg, loaded.mesh, config.seed), base)
+    return dataclasses.replace(loaded, cfg=cfg, graphdef=abstract_params(cfg)[0], params=params)
+
+
+def trained_part(loaded: Loaded) -> tuple[nnx.State, nnx.State | None]:
+    """(parameters that train, the frozen rest or None where all train)."""
+    return split_trainable(loaded.params) if loaded.cfg.lora_rank else (loaded.params, None)
+
+
+def without_adapters(loaded: Loaded) -> Loaded:
+    """The same policy with its adapters merged into the weights."""
+    if not loaded.cfg.lora_rank:
+        return loaded
+    cfg, params = merged(loaded.cfg, loaded.params)
+    graphdef, abstract = abstract_params(cfg)
+    return dataclasses.replace(loaded, cfg=cfg, graphdef=graphdef, params=jax.device_put(params, place(abstract, loaded.mesh)))
+
+
+def for_sampling(config: ConfigDict, loaded: Loaded) -> tuple[Loaded, Callable[[nnx.State], nnx.State]]:
+    """(policy that the sampler is built for, whose own weights are not to be used; parameters that train -> its weights)."""
+    _, frozen = trained_part(loaded)
+    if frozen is None:
+        return loaded, lambda params: params
+    if not config.lora.merge_for_sampling:
+        return loaded, lambda params: join(params, frozen)
+    cfg = loaded.cfg.replace(lora_rank=0)
+    graphdef, abstract = abstract_params(cfg)
+    with_lora = loaded.cfg
+    merge = jax.jit(lambda params, frozen: merged(with_lora, join(params, frozen))[1], out_shardings=place(abstract, loaded.mesh))
+    return dataclasses.replace(loaded, cfg=cfg, graphdef=graphdef), lambda params: merge(params, frozen)
 
 
 def folder_identity(folder: Path) -> str:
@@ -252,7 +340,7 @@ def opening_tokens(config: ConfigDict, task: Task, tokenizer: Tokenizer) -> int:
     spec = episode_spec(config, keep_outputs=False)
     messages, _ = opening(task, (), spec.prompt, lambda text: len(tokenizer.encode(text)))
     renderer = ChatRenderer(tokenizer)
-    return len(renderer.full(messages)[0]) + len(renderer.open_turn([]))
+    return len(renderer.open_turn(messages, first=True))
 
 
 def scripted_policy(config: ConfigDict, modes: Mapping[str, float] | None = None) -> ScriptedPolicy:

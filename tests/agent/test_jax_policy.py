@@ -5,6 +5,8 @@ import asyncio
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from qwen_chat import TEMPLATES
 
 from sage_jax.agent.code_blocks import first_block
 from sage_jax.agent.jax_policy import JaxPolicy
@@ -12,21 +14,24 @@ from sage_jax.agent.policy import Conversation, Key
 from sage_jax.errors import ConfigError
 from sage_jax.model.chat import ChatRenderer
 from sage_jax.model.config import ModelConfig
+from sage_jax.model.qwen import token_logprobs
 from sage_jax.model.sharding import create_params, make_mesh
 from sage_jax.model.tokenizer import train_bpe
 from sage_jax.sampling.engine import Engine
 
 CONTEXT = 160
+TEXTS = ["```python\nprint(apis.music.show(x))\n```\n", "The answer is 12.\n"] * 20
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_bpe(["```python\nprint(apis.music.show(x))\n```\n", "The answer is 12.\n"] * 20, 320)
+    return train_bpe(TEXTS, 320)
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer):
-    """A random policy with a liking for fences: every hidden state has a large first feature, and their logits follow it."""
+def weights(tokenizer):
+    """(graphdef, cfg, mesh, params) of a random policy with a liking for fences: every hidden state has a large first feature, and their
+    logits follow it; those of rows without a token most of all."""
     cfg = ModelConfig(vocab_size=tokenizer.vocab_size + 4, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
                       mlp_size=64, tie_embeddings=False)  # fmt: skip
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
@@ -37,7 +42,14 @@ def engine(tokenizer):
         (i,) = tokenizer.encode(token)
         head[...] = head[...].at[0, i].set(weight)
     head[...] = head[...].at[0, tokenizer.end_of_turn_id].set(1.5)
-    with Engine(graphdef, cfg, mesh, tokenizer, slots=4, context=CONTEXT, extend_buckets=(64, 160), decode_chunk=8) as engine:
+    head[...] = head[...].at[0, tokenizer.vocab_size :].set(9.0)
+    return graphdef, cfg, mesh, params
+
+
+@pytest.fixture(scope="module")
+def engine(weights, tokenizer):
+    *parts, params = weights
+    with Engine(*parts, tokenizer, slots=4, context=CONTEXT, extend_buckets=(64, 160), decode_chunk=8) as engine:
         engine.set_params(params, version=7)
         yield engine
 
@@ -72,7 +84,7 @@ def test_ids_mask_and_text_are_in_lockstep_with_the_template(engine, tokenizer):
     for conversation, responses in asyncio.run(run()):
         record = conversation.tokens
         given = [m for m in conversation.messages if m["role"] != "assistant"]
-        expected, mask, starts = renderer.open_turn(given[:2]), [], []
+        expected, mask, starts = renderer.open_turn(given[:2], first=True), [], []
         for turn, response in enumerate(r for r in responses if r.finish != "context"):
             finishes.add(response.finish)
             if turn:
@@ -145,6 +157,32 @@ def test_greedy_view_and_demonstrations(engine, tokenizer):
     assert tokenizer.decode(first.tokens.ids[:start]) == tokenizer.render(first.messages[:3], add_generation_prompt=True)
 
 
+@pytest.mark.parametrize("template,thinking,system", [("qwen2_5", True, 1), ("qwen3", True, 0), ("qwen3", False, 0)])
+def test_prompts_of_qwen_without_a_system_message(engine, template, thinking, system):
+    """Turn k's ids are a prefix of turn k+1's, a default system prompt stands once, and an empty think block is the prompt's and not the text's."""
+    tokenizer = train_bpe(TEXTS, 320)  # the engine's, with another template
+    tokenizer.fast.chat_template, tokenizer.thinking = TEMPLATES[template], thinking
+    policy = policy_of(engine, tokenizer, max_new_tokens=4)
+    block = "" if thinking else "<think>\n\n</think>\n\n"
+
+    async def run():
+        conversation, prompts = Conversation(uid=f"{template}{thinking}", messages=[{"role": "user", "content": "a"}]), []
+        for turn in range(2):
+            await policy.respond(conversation, Key(0, (turn,)))
+            prompts.append(conversation.tokens.ids[: conversation.tokens.turn_starts[-1]])
+            conversation.add("user", "b")
+        policy.release(conversation)
+        return conversation, prompts
+
+    conversation, prompts = asyncio.run(run())
+    for turn, prompt in enumerate(prompts):
+        text = tokenizer.decode(prompt)
+        assert text.count("<|im_start|>system") == system and text.count(block or "<think>") == (0 if thinking else turn + 1)
+        assert text.replace(block, "") + block == tokenizer.render(conversation.messages[: 2 * turn + 1], add_generation_prompt=True)
+        assert conversation.tokens.ids[: len(prompt)] == prompt
+    assert not any("<think>" in m["content"] for m in conversation.messages)
+
+
 def test_a_conversation_that_lost_its_slot_goes_on_from_its_record(engine, tokenizer):
     policy = policy_of(engine, tokenizer).with_sampling(temperature=0.0, max_new_tokens=6)
 
@@ -162,3 +200,73 @@ def test_a_conversation_that_lost_its_slot_goes_on_from_its_record(engine, token
     (kept, _), (lost, response) = asyncio.run(run("k", False)), asyncio.run(run("l", True))
     assert kept.tokens.ids == lost.tokens.ids and response.usage.cached == 0
     np.testing.assert_allclose(kept.tokens.logprobs, lost.tokens.logprobs, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def thinking(weights):
+    """(policy, conversations) with the template of a model that always thinks, whose prompt ends inside a think block."""
+    tokenizer = train_bpe(TEXTS, 320)
+    tokenizer.fast.chat_template = TEMPLATES["qwen3_thinking"]
+    *parts, params = weights
+    params = jax.tree.map(lambda x: x, params)
+    params["head"][...] = params["head"][...].at[0, tokenizer.special("</think>")].set(2.5)
+    with Engine(*parts, tokenizer, slots=4, context=CONTEXT, extend_buckets=(64,), decode_chunk=8) as engine:
+        engine.set_params(params, version=0)
+        policy = policy_of(engine, tokenizer)
+
+        async def run():
+            return await asyncio.gather(*(dialogue(policy, f"think{i}", i, turns=2) for i in range(24)))
+
+        yield policy, asyncio.run(run())
+
+
+def test_fences_in_a_think_block_that_the_prompt_opened_are_no_code(thinking):
+    policy, conversations = thinking
+    inside = after = 0
+    for _, responses in conversations:
+        for r in (r for r in responses if r.finish != "context"):
+            sampled = policy.tokenizer.decode(r.ids[:-1] if r.finish == "end_of_turn" else r.ids)
+            assert r.text == "<think>\n" + sampled
+            code, closed = first_block(r.text)
+            assert closed == (r.finish == "block")
+            inside += first_block(sampled)[1] and code is None
+            after += closed
+    assert inside and after  # both kinds were sampled
+
+
+def test_ids_of_a_rollout_are_those_of_the_training_row_of_its_messages(thinking):
+    policy, conversations = thinking
+    tokenizer, chat, compared = policy.tokenizer, ChatRenderer(policy.tokenizer), 0
+    for conversation, responses in conversations:
+        record, answers = conversation.tokens, [r for r in responses if r.finish != "context"]
+        text = tokenizer.decode(record.ids)
+        assert text.startswith(tokenizer.render(conversation.messages[:2], add_generation_prompt=True))
+        assert text.count("<|im_start|>assistant\n<think>\n") == len(answers)
+        if all("</think>" in r.text for r in answers):  # else a block is left open, and as a given turn it would be closed
+            full, _ = chat.full(conversation.messages[: 2 * len(answers) + 1])
+            ids = [*record.ids, *chat.close_turn(record.ids[-1] == tokenizer.end_of_turn_id)]
+            assert tokenizer.decode(full) == tokenizer.decode(ids)  # sampled ids need not be the shortest for their text
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9}])
+def test_rows_without_a_token_are_never_sampled_and_have_no_probability(engine, weights, tokenizer, settings):
+    graphdef, cfg, _, params = weights
+    policy, real = policy_of(engine, tokenizer, max_new_tokens=16, **settings), tokenizer.vocab_size
+
+    async def run():
+        return await asyncio.gather(*(dialogue(policy, f"rows{settings}{i}", i, turns=2) for i in range(4)))
+
+    records = [c.tokens for c, _ in asyncio.run(run())]
+    assert max(max(r.ids) for r in records) < real < cfg.vocab_size
+    if settings == {"temperature": 1.0}:  # the trainer's are over the same ids
+        ids, segments = np.zeros((2, 4, CONTEXT), np.int32)
+        for i, r in enumerate(records):
+            ids[i, : len(r.ids)], segments[i, : len(r.ids)] = r.ids, 1
+        positions = np.broadcast_to(np.arange(CONTEXT), ids.shape)
+        logprobs, entropy = nnx.jit(token_logprobs, static_argnums=(5,))(nnx.merge(graphdef, params), ids, positions, segments, 1.0, real)
+        for i, r in enumerate(records):
+            mask = np.flatnonzero(r.mask)
+            np.testing.assert_allclose(np.asarray(logprobs[i])[mask - 1], np.asarray(r.logprobs)[mask], atol=1e-4)
+        assert 0 < float(entropy.max()) <= np.log(real) + 1e-5

@@ -35,5 +35,5 @@ def test_a_library_is_called_or_ignored_but_never_defined_again():
 
 
 def test_a_page_without_entries_is_refused():
-    with pytest.raises(ConfigError, match="collect.page_limit=0 must be at least 1"):
+    with pytest.raises(ConfigError, match=r"collect\.page_limit=0 must be at least 1"):
         ScriptedPolicy({"inline": 1.0}, reuse=1.0, seed=0, page_limit=0)

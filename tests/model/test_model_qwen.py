@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sage_jax.model.attention import BLOCK, make_cache
+from sage_jax.model.cache import BLOCK, make_cache
 from sage_jax.model.config import ModelConfig
 from sage_jax.model.qwen import Policy, mask_padded, token_logprobs
 from sage_jax.model.sharding import abstract_params, create_params, make_mesh
@@ -97,7 +97,7 @@ def test_logits_equal_numpy(cfg):
 def test_remat_changes_nothing(cfg):
     policy = build(cfg)
     graph, params = nnx.split(policy)
-    remat = abstract_params(cfg.replace(remat=True))[0]
+    remat = abstract_params(cfg.replace(remat="full"))[0]
     ids = ids_of(np.random.default_rng(1), 2, 9)
 
     def loss(graph):

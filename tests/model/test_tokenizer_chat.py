@@ -1,4 +1,4 @@
-"""Tokenizers of both kinds, and ChatML in pieces against the template of a saved folder."""
+"""Tokenizers of both kinds, and ChatML in pieces against the template of a saved folder. Qwen's templates: test_chat_qwen.py."""
 
 import numpy as np
 import pytest
@@ -164,10 +164,23 @@ def test_full_rendering_equals_the_folders_template(bpe, tmp_path, turns):
     assert ChatRenderer(bpe).open_turn(messages[:2]) == prompt
 
 
-def test_other_templates_and_roles_are_refused(bpe):
-    other = train_bpe(TEXTS, 420)
-    other.fast.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    with pytest.raises(ConfigError, match="not ChatML"):
-        ChatRenderer(other)
+def test_unknown_roles_and_a_missing_template_are_refused(bpe):
     with pytest.raises(ConfigError, match="unknown role"):
-        ChatRenderer(bpe).open_turn([{"role": "tool", "content": ""}])
+        ChatRenderer(bpe).open_turn([{"role": "function", "content": ""}])
+    other = train_bpe(TEXTS, 420)
+    other.fast.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatRenderer(other)
+
+
+def test_a_sentencepiece_folder_has_a_template_of_its_own(sp_file, tmp_path):
+    one = load_tokenizer(sp_file)
+    one.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text((tmp_path / "chat_template.jinja").read_text().replace("{%- for", "{{- '<|im_start|>system\nBe kind.<|im_end|>\n' }}{%- for", 1))
+    other = load_tokenizer(tmp_path)
+    opening = [{"role": "user", "content": "hi <|im_end|>"}]
+    ids = ChatRenderer(other).open_turn(opening, first=True)
+    assert other.decode(ids) == other.render(opening, add_generation_prompt=True) and "Be kind." in other.decode(ids)
+    assert ids.count(one.special("<|im_end|>")) == 2 and "Be kind." not in one.render(opening)
+    other.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").render(opening) == other.render(opening)

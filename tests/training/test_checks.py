@@ -28,6 +28,8 @@ from sage_jax.world.types import Judgement
         ("rl.group", 0, "at least 1"),
         ("rl.row_tokens", (64,), "must hold a whole episode"),
         ("rl.rows", 3, "rl.rows=3 rows.*use a multiple"),
+        ("sampler.slots", 31, r"sampler.slots=31 rows do not divide by mesh.data \* mesh.fsdp = 2"),
+        ("mesh.sequence", 7, r"rl.row_tokens=\(768,\): rows of 768 tokens do not divide by mesh.sequence = 7"),
         ("chain.source", "random", "scenario, similarity"),
         ("chain.length", 0, "at least 1"),
         ("optim.schedule", "linear", "constant, cosine"),
@@ -96,7 +98,8 @@ def test_a_command_put_right_runs_in_the_same_workdir(tmp_path):
         ("rl.split", "trian", "no split 'trian'"), ("run.splits", ("tests",), "no split 'tests'"),
     ):  # fmt: skip
         config = sage_demo.get_config()
-        config.rl.rows = 3 if key == "mesh.data" else config.rl.rows
+        if key == "mesh.data":
+            config.rl.rows, config.sampler.slots = 3, 33
         config.update_from_flattened_dict({key: value})
         with pytest.raises(SageError, match=error):
             run_experiment(config, tmp_path)

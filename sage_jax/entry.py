@@ -28,8 +28,8 @@ PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved conf
 INTERRUPTED = 130
 
 
-def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
-    """Parses flags, prepares the process and calls `main(config, workdir)`.
+def run(main: Callable[[ConfigDict, Path | None], None], command: str, workdir: bool = True) -> None:
+    """Parses flags, prepares the process and calls `main(config, workdir)`; with `workdir=False` the command writes nothing and starts JAX itself.
 
     Typed errors end the process with their message and exit code 1; Ctrl-C and SIGTERM with code 130 and the command that
     resumes.
@@ -43,13 +43,14 @@ def run(main: Callable[[ConfigDict, Path], None], command: str) -> None:
         if PRINT_CONFIG.value:
             print(config)
             return
-        if not WORKDIR.value:
+        if workdir and not WORKDIR.value:
             raise app.UsageError("--workdir is missing: the folder for everything that the run writes, e.g. --workdir=runs/mine")
-        workdir = Path(WORKDIR.value).expanduser().absolute()
+        folder = Path(WORKDIR.value).expanduser().absolute() if workdir else None
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raising SIGINT would do nothing in a shell's background job
         try:
-            start(workdir)
-            main(config, workdir)
+            if folder is not None:
+                start(folder)
+            main(config, folder)
         except KeyboardInterrupt:
             print(f"\nStopped. What is finished is kept; go on with:\n  {python()} -m {command} {shlex.join(sys.argv[1:])}", file=sys.stderr)
             sys.exit(INTERRUPTED)

@@ -86,7 +86,7 @@ def check_placed(cfg: ModelConfig, shape: dict, leaves: list, cache: list) -> No
         if leaf.size < 1024 or cfg.lora_rank in leaf.shape[1:]:  # norms, biases, routers, adapters
             continue
         parts = leaf.size // leaf.addressable_shards[0].data.size
-        kv = leaf.ndim == 4 and cfg.num_kv_heads in leaf.shape and cfg.num_kv_heads < shape.get("tensor", 1)
+        kv = leaf.ndim == 4 and leaf.shape[2] == cfg.num_kv_heads and cfg.num_kv_heads < shape.get("tensor", 1)
         expert = shape.get("expert", 1) if cfg.num_experts in leaf.shape[1:2] and cfg.num_experts else 1
         want = shape.get("fsdp", 1) if kv else split * expert
         assert parts == want, (shape, leaf.shape, leaf.sharding, parts, want)

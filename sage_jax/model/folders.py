@@ -37,7 +37,8 @@ def whole_folder(folder: Path, needs: int, mark: str) -> Iterator[Path]:
     free = shutil.disk_usage(folder.parent).free
     if free < needs:
         raise CheckpointError(
-            f"{folder} needs {needs:,} bytes and {folder.parent} has {free:,} free; nothing was written. An existing folder keeps its room until the new one is whole"
+            f"{folder} needs {needs:,} bytes and {folder.parent} has {free:,} free; nothing was written. "
+            "An existing folder keeps its room until the new one is whole"
         )
     part = folder.with_name(f".{folder.name}.{_host()}-{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)

@@ -214,7 +214,8 @@ def _prefix(opened: Opened) -> tuple[str, list[str]]:
     bare = [n for n in names if n.startswith(("embed_tokens.", "layers.", "norm."))]
     full = [n for n in names if n.startswith(PREFIX)]
     if bare and full:
-        return (PREFIX if len(full) >= len(bare) else ""), [f"names with and without {PREFIX!r} are mixed: {len(full)} as {full[0]}, {len(bare)} as {bare[0]}"]
+        fault = f"names with and without {PREFIX!r} are mixed: {len(full)} as {full[0]}, {len(bare)} as {bare[0]}"
+        return (PREFIX if len(full) >= len(bare) else ""), [fault]
     return ("" if bare else PREFIX), []
 
 

@@ -137,6 +137,8 @@ def load_policy(config: ConfigDict, *, source: str | None = None, tokenizer_fold
         graphdef, params = create_params(cfg, mesh, config.seed)
         return Loaded(cfg, graphdef, params, tokenizer, mesh, f"random {cfg} seed {config.seed}")
     folder = _folder(source)
+    if mesh.size > 1 and ModelConfig.from_hf(json.loads((folder / "config.json").read_text())).num_experts:
+        raise ConfigError("a mixture of experts on a mesh of several devices is refused for now: its gradient differs from that of one device by some per cent")
     cfg, graphdef, params = load_hf(folder, mesh, seed=config.seed, bar=bar if _large(folder) else no_bar, **fields)
     return Loaded(cfg, graphdef, params, load_tokenizer(folder, thinking=m.thinking), mesh, folder_identity(folder))
 

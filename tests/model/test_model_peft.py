@@ -71,7 +71,9 @@ def test_names_and_numbers_are_those_of_peft(tmp_path):
         save_peft(tmp_path / "b", *base_of(cfg, params), "x")
 
 
-@pytest.mark.parametrize("cfg", [BASE.replace(**LORA), QWEN2.replace(**LORA, lora_targets=("v", "down")), MOE.replace(**LORA, lora_targets=("q", "o"))])
+@pytest.mark.parametrize(
+    "cfg", [BASE.replace(**LORA), QWEN2.replace(**LORA, lora_targets=("v", "down")), MOE.replace(**LORA, lora_targets=("q", "o"))]
+)
 def test_round_trip_is_exact(cfg, mesh, tmp_path, monkeypatch):
     graph, params = drawn(cfg)
     for size in (1, 1 << 24) if cfg.num_experts else (1 << 24,):
@@ -111,9 +113,11 @@ def test_faults_are_in_one_error(mesh, tmp_path):
     tensors = load_file(tmp_path / "a/adapter_model.safetensors")
     at = "base_model.model.model.layers"
     del tensors[f"{at}.0.self_attn.q_proj.lora_A.weight"]
-    tensors |= {f"{at}.2.self_attn.q_proj.lora_A.weight": np.zeros((3, 16), np.float32), f"{at}.1.self_attn.v_proj.lora_B.weight": np.zeros((3, 3), np.float32)}
+    tensors[f"{at}.2.self_attn.q_proj.lora_A.weight"] = np.zeros((3, 16), np.float32)
+    tensors[f"{at}.1.self_attn.v_proj.lora_B.weight"] = np.zeros((3, 3), np.float32)
     save_file(tensors, tmp_path / "a/adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r"3 faults: missing .*layers\.0.*q_proj.*surplus .*layers\.2.*wrong shape .*layers\.1.*v_proj.* \[3, 3\] instead of \[16, 3\]"):
+    wanted = r"3 faults: missing .*layers\.0.*q_proj.*surplus .*layers\.2.*wrong shape .*layers\.1.*v_proj.* \[3, 3\] instead of \[16, 3\]"
+    with pytest.raises(CheckpointError, match=wanted):
         load_peft(tmp_path / "a", mesh, *base)
     (tmp_path / "a/adapter_model.safetensors").unlink()
     changed(tmp_path / "a", target_modules=".*_proj")

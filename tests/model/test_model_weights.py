@@ -107,12 +107,14 @@ def test_hugging_face_to_ours_and_back_is_identical(kind, data, mesh, tmp_path_f
     config = {
         **KINDS[kind],
         "vocab_size": draw(st.integers(5, 40), "vocabulary"), "hidden_size": heads * 4, "num_hidden_layers": draw(st.integers(1, 3), "layers"),
-        "num_attention_heads": heads, "num_key_value_heads": draw(st.sampled_from([1, heads]), "kv heads"), "intermediate_size": draw(st.integers(1, 20), "mlp"),
+        "num_attention_heads": heads, "num_key_value_heads": draw(st.sampled_from([1, heads]), "kv heads"),
+        "intermediate_size": draw(st.integers(1, 20), "mlp"),
     }  # fmt: skip
     if kind != "qwen2" and kind != "qwen2.5 untied":
         config["head_dim"] = draw(st.sampled_from([2, 6]), "head size")
     if kind == "qwen3_moe":
-        config |= {"num_experts": draw(st.integers(2, 5), "experts"), "num_experts_per_tok": 2, "moe_intermediate_size": draw(st.integers(1, 9), "expert size")}
+        config |= {"num_experts": draw(st.integers(2, 5), "experts"), "num_experts_per_tok": 2}
+        config["moe_intermediate_size"] = draw(st.integers(1, 9), "expert size")
     dtype = draw(st.sampled_from(sorted(DTYPES)), "type")
     tensors = awkward(families.tensors(config), DTYPES[dtype])
     tmp = tmp_path_factory.mktemp("round")
@@ -260,8 +262,10 @@ def test_all_faults_of_all_files_are_in_one_error(tiny, mesh, tmp_path):
         load_hf(m, mesh)
     faults = str(error.value).split("; ")
     wanted = [
-        r"bad0\.safetensors is truncated: its tensors end at byte \d+ and it has \d+", f"{names[1]} cut", r"bad1\.safetensors is truncated: its header wants",
-        r"bad2\.safetensors is truncated: it has 3 bytes", r"bad3\.safetensors is damaged: its header is no JSON", r"bad4\.safetensors is damaged: its header claims",
+        r"bad0\.safetensors is truncated: its tensors end at byte \d+ and it has \d+", f"{names[1]} cut",
+        r"bad1\.safetensors is truncated: its header wants",
+        r"bad2\.safetensors is truncated: it has 3 bytes", r"bad3\.safetensors is damaged: its header is no JSON",
+        r"bad4\.safetensors is damaged: its header claims",
         r"bad5\.safetensors, which the index names, is missing", r"^whole\.weight in good\.safetensors has dtype I32: valid are F32, F16, BF16$",
         r"^missing model\.layers\.1\.mlp\.up_proj\.weight \[24, 16\]$", r"^surplus extra\.weight \[3\]$", r"^surplus whole\.weight \[3\]$",
         r"^wrong shape model\.norm\.weight \[5\] instead of \[16\]$",
@@ -317,7 +321,8 @@ def test_adapters_are_made_on_load_and_merged_on_write(mesh, tiny, tmp_path):
         got, expected = stored(tmp_path / "got"), stored(tmp_path / "want")
         assert got.keys() == expected.keys()
         for name in got:
-            np.testing.assert_allclose(np.frombuffer(got[name][2], np.float32), np.frombuffer(expected[name][2], np.float32), atol=1e-5, err_msg=name)
+            pair = [np.frombuffer(x[name][2], np.float32) for x in (got, expected)]
+            np.testing.assert_allclose(*pair, atol=1e-5, err_msg=name)
     assert (tmp_path / "got/config.json").read_text() == (folder / "config.json").read_text()
 
 

@@ -29,7 +29,7 @@ MESHES = {
     "expert": {"fsdp": 2, "tensor": 2, "expert": 2}, "sequence": {"data": 2, "tensor": 2, "sequence": 2},
 }  # fmt: skip
 CASES = [
-    *((DENSE, name) for name in ("data", "fsdp", "all", "tensor", "sequence")), (QWEN2, "tensor"), (MOE, "expert"), (MOE, "all"),
+    *((DENSE, name) for name in ("data", "fsdp", "all", "tensor", "sequence")), (QWEN2, "tensor"),
     (LORA, "all"), (DENSE.replace(attention="chunked"), "sequence"),
 ]  # fmt: skip
 TOKENIZER = types.SimpleNamespace(vocab_size=60, token_bytes=lambda token: bytes([token]))

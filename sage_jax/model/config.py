@@ -105,6 +105,8 @@ class ModelConfig:
         kind = raw.get("model_type")
         if kind not in MODEL_TYPES:
             raise ConfigError(f"model_type={kind!r} is not supported: valid are {', '.join(MODEL_TYPES)}")
+        if kind == "qwen3_moe" and raw.get("num_experts") is None and raw.get("num_local_experts") is not None:
+            raw = {**raw, "num_experts": raw["num_local_experts"]}  # the key that transformers 5 writes
         _refuse_unsupported(kind, raw)
         needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
         if kind == "qwen3_moe":
@@ -202,7 +204,7 @@ def pad_vocab(size: int) -> int:
 
 
 def _refuse_unsupported(kind: str, raw: dict[str, Any]) -> None:
-    for key in ("vision_config", "quantization_config", *(() if kind == "qwen3_moe" else ("num_experts",))):
+    for key in ("vision_config", "quantization_config", *(() if kind == "qwen3_moe" else ("num_experts", "num_local_experts"))):
         if raw.get(key):
             raise ConfigError(f"{key}={raw[key]!r} is not supported for {kind}")
     if raw.get("hidden_act", "silu") != "silu":
